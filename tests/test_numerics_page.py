@@ -1,4 +1,4 @@
-"""docs/numerics.py: reports name no machine, differences are found, and the page has the table of the reports."""
+"""Scripts of docs/numerics.md: reports name no machine, differences are found, and the page has their table."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,11 +24,12 @@ DEVICE_KEYS = {"kind", "arch", "name"}
 VERSIONS = {"python", "torch", "triton", "ml_dtypes"}
 
 
-def module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("numerics_script", DOCS / "numerics.py")
+def module(name: str = "numerics") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_script", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded  # attrs looks its classes' module up
     spec.loader.exec_module(loaded)
     return loaded
 
@@ -96,3 +98,78 @@ def test_the_script_runs_and_writes_a_report(tmp_path: Path) -> None:
     assert {"torch", "triton interpreter"} <= set(report["answers"])
     assert names_of_the_machine(report) == []
     assert "differences from" in result.stdout.splitlines()[-1]
+
+
+def test_errors_of_a_sum_that_is_cut_off_have_a_sign() -> None:
+    script = module("numerics_of_backends")
+    exact = 1 + torch.rand(4, 8, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact[:, ::2] *= -1
+
+    rounded, cut = script.attention_errors(exact.bfloat16(), exact), script.attention_errors(exact * (1 - 2**-9), exact)
+
+    assert abs(rounded["of sizes"]) < 4 * rounded["uncertain by"]
+    assert cut["of sizes"] < -0.25
+    assert abs(cut["mean ulps"]) < 0.05
+
+
+def test_logits_that_are_cut_off_have_a_bias_and_select_other_entries() -> None:
+    script = module("numerics_of_backends")
+    [numbers] = [numbers for numbers in script.INDEX_NUMBERS if numbers.mean == 2 and numbers.positive]
+    inputs, raw_q, raw_k = script.index_inputs(numbers, 2, 256)
+    exact = script.ExactLogits.of(inputs, (64,))
+
+    def whole(inputs: Any) -> torch.Tensor:
+        total: torch.Tensor = script.sum_of_heads(inputs, lambda head: script.exact_of_head(inputs, head))
+        return total
+
+    def cut(inputs: Any) -> torch.Tensor:
+        return (whole(inputs).float().view(torch.int32) & -65536).view(torch.float32)
+
+    right, wrong = script.head_sums(exact, whole), script.head_sums(exact, cut)
+    logits = cut(inputs)
+    selected = script.select(script.reference(), inputs, 64)
+
+    assert exact.errors(whole(inputs))["mean error"] == right["error of a head"] == 0
+    assert exact.errors(logits)["mean error"] < -1e-3
+    assert wrong["error of a head"] < -1e-3
+    assert exact.selections("top", lambda _: selected)["top 64 differ"] == 0
+    assert exact.selections("top", lambda k: logits.topk(k).indices)["top 64 differ"] > 0
+    assert 0 < script.before_rounding(exact, raw_q, raw_k)["top 64 differ"] < 0.25
+
+
+@pytest.mark.parametrize(("form", "graphs", "calls"), [("graph", 1, 0), ("cuts", 3, 0), ("eager", 2, 2)])
+def test_a_step_is_cut_into_graphs_and_eager_calls(
+    form: str, graphs: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, log = module("numerics_of_backends"), list[str]()
+
+    class Graph:
+        def capture_begin(self, pool: object) -> None:
+            log.append("begin")
+
+        def capture_end(self) -> None:
+            log.append("end")
+
+        def replay(self) -> None:
+            log.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    pieces = script.Pieces()
+    first: Callable[[], object]
+    second: Callable[[], object]
+    first, second = (lambda: log.append("call") for _ in range(2))
+    if form == "cuts":
+        first, second = pieces.then_cut(first), pieces.then_cut(second)
+    if form == "eager":
+        first, second = pieces.eagerly(first), pieces.eagerly(second, last=True)
+
+    pieces.begin()
+    first()
+    second()
+    pieces.end()
+
+    assert log.count("begin") == log.count("end") == graphs
+    log.clear()
+    pieces.run()
+    assert (log.count("replay"), log.count("call")) == (graphs, calls)

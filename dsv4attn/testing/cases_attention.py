@@ -32,7 +32,7 @@ from dsv4attn.testing.factories import (
     layout,
     tiny_geometry,
 )
-from dsv4attn.testing.fp8_codes import Fp8Codes, reads_every_code
+from dsv4attn.testing.fp8_codes import SMALLEST_SCALES, Fp8Codes, reads_every_code
 from dsv4attn.testing.oracle_cache import PagePlacement
 from dsv4attn.testing.random_step import step
 from dsv4attn.testing.single_call import call
@@ -396,6 +396,10 @@ def _calls(area: Area) -> Iterator[Case]:
             says = f"{of} reads all 16 codes of {cache} under every scale byte exactly"
         inputs = Fp8Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
         yield _case(area, f"codes-{cache}-{of}", "C2", says, inputs, reads_every_code)
+    for cache in ("ocp", "v41"):
+        says = f"{of} reads all 256 codes of {cache} under scale bytes 0 to 9, which no writer of ours emits"
+        inputs = Fp8Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
+        yield _case(area, f"codes-{cache}-smallest-{of}", "C2", says, inputs, reads_every_code)
     # many rows, and so few that a backend may have other kernels for them
     both = "ocp", "v41"
     for cache, rows, copies, name in (

@@ -25,10 +25,17 @@ from dsv4attn.testing.single_call import IndexLists, SingleCall
 from dsv4attn.testing.strided import bits
 from dsv4attn.testing.tolerances import F64, U8, hold_equal, worst_error, written
 
-__all__ = ["Fp8Codes", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_nan", "reads_every_code", "shows_nan"]
+__all__ = [
+    "SMALLEST_SCALES", "Fp8Codes", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_nan", "reads_every_code",
+    "shows_nan",
+]  # fmt: skip
 
 SCALES = range(10, 246)
 """Scale bytes under which every fp8 code is a normal bf16 number. A writer emits 105 to 254."""
+SMALLEST_SCALES = range(10)
+"""Scale bytes under which some codes are smaller than that. Other writers emit them: 0 for a block of zeros."""
+LEAST = 2.0**-126
+"""The smallest normal number of bf16 and fp32."""
 E2M1_SCALES = (*range(0x7F), *range(0x80, 0xFF))
 """Scale bytes of e2m1 codes: all e4m3fn numbers, subnormal ones and negative ones too, which no writer emits."""
 
@@ -37,21 +44,24 @@ E2M1_SCALES = (*range(0x7F), *range(0x80, 0xFF))
 class Fp8Codes(SingleCall):
     """A call with one key a row and q = 0, so that the output is the key.
 
-    Row t of fp8 has the scale byte SCALES[t] over all 256 codes, and other scale bytes over the rest of its codes.
+    Row t of fp8 has scale byte t of `scales` over all 256 codes, and other scale bytes over the rest of its codes.
     Groups of e2m1 have all 16 codes each, and the scale bytes of E2M1_SCALES in turn.
 
     copies: more than one is how often a row lists its key at most, so that some rows are long enough to be split. Then
     every group has a scale byte of its own, far from those of its neighbours, and RoPE values of a row differ in size
-    by up to 2^24. Other fields are those of `SingleCall`.
+    by up to 2^24. scales: scale bytes of fp8. Other fields are those of `SingleCall`.
     """
 
     copies: int = 1
+    scales: Sequence[int] = SCALES
 
     @classmethod
     def of(cls, **fields: object) -> Fp8Codes:
         """A window-only call with a row for each scale byte, or of e2m1 with a group for each."""
-        records, rows = fields["layout"], len(SCALES)
+        records, scales = fields["layout"], fields.get("scales", SCALES)
         assert isinstance(records, KVCacheLayout)
+        assert isinstance(scales, Sequence)
+        rows = len(scales)
         if records.fp8_format is None:
             rows = -(-len(E2M1_SCALES) // records.num_groups)
         return cls(kind="swa", pattern="one", rows=rows, **fields)  # type: ignore[arg-type]
@@ -63,7 +73,7 @@ class Fp8Codes(SingleCall):
 
     def label(self, row: int) -> str:
         """A row, for messages."""
-        return f"scale byte {SCALES[row]}" if self.layout.fp8_format else f"row {row}"
+        return f"scale byte {self.scales[row]}" if self.layout.fp8_format else f"row {row}"
 
     @cached_property
     def records(self) -> list[U8]:
@@ -85,7 +95,7 @@ class Fp8Codes(SingleCall):
         for row in range(self.rows):
             scales = np.zeros(layout.scale_bytes, dtype=np.uint8)
             for group in range(layout.num_groups):
-                scales[group] = SCALES[(row + 29 * (group // same)) % len(SCALES)]
+                scales[group] = self.scales[(row + 29 * (group // same)) % len(self.scales)]
             data = [codes.astype(np.uint8), rope[row].astype("<u2").view(np.uint8), scales]
             lines.append(np.concatenate(data))
         return lines
@@ -126,15 +136,19 @@ class Fp8Codes(SingleCall):
 
 
 def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
-    """Attention over one key, or copies of it, returns the key: judged value by value, relative to its own size."""
+    """Attention over one key, or copies of it, returns the key: judged value by value, relative to its own size.
+
+    A value below the smallest normal number may read as 0.
+    """
     if codes.phase is Phase.PREFILL and bench.backend.capabilities.prefill_keys is KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads gathered rows in prefill")
     out, _ = codes.run(attrs.evolve(bench, lse=False))
     read = out.double().cpu().numpy()
     written_values = codes.oracle_caches[0].values[: codes.rows, None]
+    sizes = np.abs(written_values)
     with np.errstate(invalid="ignore"):
         error, (row, head, dim) = worst_error(
-            np.abs(read - written_values) / np.maximum(np.abs(written_values), 2.0**-126)
+            np.abs(read - written_values) / np.where(sizes < LEAST, 2.0**9 * LEAST, sizes)
         )
     where = f"{codes.label(row)}, dim {dim}: read {read[row, head, dim]:.6g}"
     return Measure(error, 2.0**-9).hold(f"{where}, wrote {written_values[row, 0, dim]:.6g}")
@@ -161,6 +175,8 @@ CLEAN = 16
 """Slots of each cache that are never spoiled; row t has slot CLEAN + t for itself."""
 Spoil = tuple[str, int, bytes]
 """The part of a record that is NaN, the offset of its first byte, and the bytes that make it NaN."""
+ZEROS = ", over codes of 0"
+"""How the name of a part ends whose record has codes of zeros only, as another packer writes a block of tiny values."""
 
 
 def spoils(layout: KVCacheLayout) -> list[Spoil]:
@@ -175,6 +191,7 @@ def spoils(layout: KVCacheLayout) -> list[Spoil]:
     scale = b"\xff" if layout.fp8_format else b"\x7f"
     groups, tail = layout.num_groups, [(0, b"\xc1\xff"), (layout.rope_dim - 1, b"\x81\x7f")]
     ropes = [(f"RoPE value {i}", layout.code_bytes + 2 * i, nan) for i, nan in tail]
+    ropes += [(f"scale of group {g}{ZEROS}", layout.data_bytes + g, scale) for g in (0, groups - 1)]
     if layout.fp8_format is None:
         return [(f"scale of group {g}", layout.data_bytes + g, scale) for g in range(groups)] + ropes
     codes = (0x80, 0x80) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
@@ -236,13 +253,13 @@ class NanKeys(SingleCall):
         return caches
 
     def _spoil(self, oracle_cache: OracleCache, row: int, key: F64) -> None:
-        _, at, nan = self.what(row)
+        name, at, nan = self.what(row)
         if not self.layout.is_quantised:
             key = key.copy()
             key[at // self.layout.dtype.itemsize] = np.nan
             oracle_cache.write([CLEAN + row], key[None])
             return
-        record: U8 = written(key, self.layout).copy()
+        record: U8 = written(np.zeros_like(key) if name.endswith(ZEROS) else key, self.layout).copy()
         record[at : at + len(nan)] = np.frombuffer(nan, dtype=np.uint8)
         with np.errstate(invalid="ignore"):
             # converting a signalling NaN warns

@@ -308,9 +308,17 @@ def test_a_mutant_fails_the_kit_where_its_clause_is(mutant: str) -> None:
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("made", [Scratch, paged, with_op(GATHER, of=with_op(INSERT)), with_attention(mutants.attend)])
-def test_what_mutants_are_made_of_passes(made: Callable[[], Any]) -> None:
-    none_fail(made, "I,W3,A3,A7,L1,L5,R3,P1")
+@pytest.mark.parametrize(
+    ("made", "clauses"),
+    [
+        (Scratch, "W1,W2,W3"),
+        (paged, "A3,A7"),
+        (with_op(GATHER, of=with_op(INSERT)), "I,R3"),
+        (with_attention(mutants.attend), "A3,L1,L5,P1"),
+    ],
+)
+def test_what_mutants_are_made_of_passes(made: Callable[[], Any], clauses: str) -> None:
+    none_fail(made, clauses)
 
 
 def test_largest_logits_are_asked_only_of_backends_that_have_them() -> None:

@@ -34,7 +34,7 @@ INFO = BackendInfo(
     runs_on=("sm_90", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"prefill": "auto", "tuning": "auto", "deterministic": False, "projection": "bf16"},
+    options={"prefill": "auto", "tuning": "auto", "deterministic": False, "projection": "bf16", "index_sums": "fp8"},
 )
 
 

@@ -106,6 +106,7 @@ class Sm90Backend(TritonBackend):
     deterministic: no row is split, and the same kernel serves both phases on pages: the Gluon kernel, or the shared
     kernel where the former does not read the pages. `prefill` and `small` then change nothing.
     projection: see `TritonBackend`.
+    index_sums: see `TritonBackend`. With "exact" the shared kernels compute index scores.
     small: for tests, no option of a user: which kernels serve decodes of few tokens where they are faster. "auto":
     `kernels_small_decode` on V4's fp8 records and V4.1's, see `tuning.tile_sizes_of`, and on others the shared kernel,
     see `tuning.is_small`; "shared": the shared kernel on all; "gluon": neither. `kernels_few_heads` serves with "auto"
@@ -122,10 +123,11 @@ class Sm90Backend(TritonBackend):
         tuning: str = "auto",
         deterministic: bool = False,
         projection: str = "bf16",
+        index_sums: str = "fp8",
         small: str = "auto",
     ) -> None:
         """Check the options; no device is touched."""
-        super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
+        super().__init__(tuning=tuning, deterministic=deterministic, projection=projection, index_sums=index_sums)
         if small not in ("auto", "shared", "gluon"):
             raise ArgumentError("small", expected="'auto', 'shared' or 'gluon'", actual=repr(small))
         self._small = small
@@ -142,7 +144,7 @@ class Sm90Backend(TritonBackend):
     @cached_property
     def layer_ops(self) -> LayerOps:
         """See `contract.Backend`."""
-        return ops.layer_ops(deterministic=self.deterministic)
+        return ops.layer_ops(deterministic=self.deterministic, exact_sums=self._exact_sums)
 
     def _may_serve(self, layer: LayerGeometry) -> bool:
         """Whether the Gluon kernels serve some calls of a layer."""
@@ -309,7 +311,8 @@ class Sm90Backend(TritonBackend):
                 insert.variants(bounds.swa, 0, bounds.q_dtype, aligned=bounds.aligned, aligned_rows=bounds.aligned_rows)
             if self.projects_fp8 and device.arch == "sm_90":
                 output.variants(bounds, layer)
-        if bounds.model is not None and not self.deterministic and index_logits.may_serve(bounds):
+        own_scores = not (self.deterministic or self._exact_sums)
+        if bounds.model is not None and own_scores and index_logits.may_serve(bounds):
             if not INTERPRETED:
                 index_logits.variants()
             if "selection" in bounds.parts:

@@ -24,19 +24,22 @@ from dsv4attn.core.torch_ops.indexer import IndexQuery
 __all__ = ["layer_ops", "score", "select_topk"]
 
 
-def layer_ops(*, deterministic: bool = False) -> LayerOps:
+def layer_ops(*, deterministic: bool = False, exact_sums: bool = False) -> LayerOps:
     """The shared ops, with scores, selection and hyper-connections of many tokens by the kernels for Hopper.
 
     Deterministic ops use the shared kernels for scores and selection, because the kernel that serves a token depends on
-    the number of tokens of the request.
+    the number of tokens of the request. So do ops with exact sums, because the kernels for Hopper multiply codes.
     """
-    shared = ops.layer_ops(deterministic=True) if deterministic else ops.layer_ops(score=score)
+    by_shared = deterministic or exact_sums
+    shared = ops.layer_ops(
+        deterministic=deterministic, exact_sums=exact_sums, score=None if by_shared else score
+    )  # fmt: skip
     with_streams = evolve(
         shared,
         mhc_fused_post_pre=partial(shared.mhc_fused_post_pre, fused=hyper_connections.fused_post_pre),
         mhc_fused_post_pre_delayed=partial(shared.mhc_fused_post_pre_delayed, fused=hyper_connections.fused_post_pre),
     )
-    if deterministic:
+    if by_shared:
         return with_streams
     return evolve(
         with_streams,

@@ -26,7 +26,7 @@ INFO = BackendInfo(
     runs_on=("cuda", "hip", "xpu", "cpu"),
     rank=Rank.GENERIC,
     packages=("torch",),
-    options={"tuning": "auto", "deterministic": False, "projection": "bf16"},
+    options={"tuning": "auto", "deterministic": False, "projection": "bf16", "index_sums": "fp8"},
 )
 
 

@@ -6,6 +6,7 @@ the caches and the buffers that the layer shares with others; weights belong to 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import ForwardContext, get_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
 from dsv4attn.core.model.geometry import LayerKind, LayerRole, ModelGeometry, Rope
-from dsv4attn.core.model.quantized_weight import CodedMatrix, check_weight
+from dsv4attn.core.model.quantized_weight import CodedMatrix, check_weight, nan_scales
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.model.weights import AttentionWeights
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepseekV4Attention"]
 
+_log = logging.getLogger("dsv4attn")
 _handles: Handles[DeepseekV4Attention] = Handles()
 
 _OF_HIDDEN_STATES = (
@@ -125,6 +127,7 @@ class DeepseekV4Attention:
         weights.check(geometry, index)
         self._weights, self._forms = weights, _forms(weights)
         _check_one_device(self._forms)
+        _name_nan_scales(prefix, weights)
         _check_output_weights(weights, backend)
         _check_phases(backend, limits, context_parallel)
         self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
@@ -252,6 +255,8 @@ class DeepseekV4Attention:
         for name, value in weights.named():
             if not isinstance(value, Tensor) or value.element_size() == 1:
                 check_weight(name, value)
+        if weights is not self._weights:
+            _name_nan_scales(prefix, weights)
         _check_output_weights(weights, self.backend)
         with self._copies.taking():
             self.attention.attn_sink = self._load_own(weights)
@@ -588,6 +593,15 @@ def _check_one_device(forms: Mapping[str, tuple[torch.dtype, torch.device]]) -> 
             hint = f"load weights.{name}" if other.type == "meta" else "move all weights to the device of the layer"
             expected = f"a tensor on {device}, like weights.{first}"
             raise ArgumentError(f"weights.{name}", expected=expected, actual=f"one on {other}", hint=hint)
+
+
+def _name_nan_scales(prefix: str, weights: AttentionWeights) -> None:
+    """Log the weights that have scales of NaN. Memory may be filled later, so this is no error."""
+    text = (
+        "layer %s: %s scales of weights.%s are NaN, which some quantisers write for zeros; products with them are NaN"
+    )
+    for name, count in nan_scales(weights.named()).items():
+        _log.warning(text, prefix, count, name)
 
 
 def _check_output_weights(weights: AttentionWeights, backend: Backend) -> None:

@@ -7,6 +7,7 @@ the weight or its scale has changed, the copy is computed again, in the same mem
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "converted",
     "dense_weight",
     "forget",
+    "nan_scales",
     "scaled_weight",
     "tensors_of",
 ]
@@ -223,6 +225,26 @@ def tensors_of(value: Weight) -> list[tuple[Any, str, Tensor]]:
     tensors = {"weight": weight, **(scales if weight.element_size() == 1 else {})}
     is_fixed = isinstance(value, (Tensor, BlockScaledWeight))
     return [(tensors if is_fixed else _owner(value, name), name, tensor) for name, tensor in tensors.items()]
+
+
+def nan_scales(named: Iterable[tuple[str, Weight]]) -> dict[str, str]:
+    """The fp8 weights that have scales of NaN, each with a text such as "2 of 64". Waits for the device.
+
+    named: (name, weight) of each weight, see `dense_weight`. Tensors without memory are left out.
+    """
+    of_weights = {name: _factors(scales[0]) for name, value in named if (scales := _scales_with_values(value))}
+    if not of_weights:
+        return {}
+    counts = torch.stack([factors.isnan().sum() for factors in of_weights.values()]).tolist()
+    return {
+        name: f"{count} of {factors.numel()}"
+        for (name, factors), count in zip(of_weights.items(), counts, strict=True)
+        if count
+    }
+
+
+def _scales_with_values(value: Weight) -> list[Tensor]:
+    return [tensor for _, name, tensor in tensors_of(value) if name != "weight" and not tensor.is_meta]
 
 
 def _owner(module: object, name: str) -> Any:  # noqa: ANN401 - a dict, or what reads attributes

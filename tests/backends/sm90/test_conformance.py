@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import pytest
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.backends.sm90 import launch
+from dsv4attn.backends.sm90 import launch, small_decode
 from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing import suite
 from dsv4attn.testing.case import Case
@@ -119,9 +120,10 @@ class TileSizes(Sm90Fixtures):
 
     @pytest.fixture(autouse=True)
     def units(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As many programs as tiles, where they run one after the other."""
+        """As many programs as tiles, and few that combine their parts, where they run one after the other."""
         if INTERPRETED:
             monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
+            monkeypatch.setattr(small_decode, "combine_rounds_of", lambda *_: COMBINE_ROUNDS[-1])
 
 
 class TestDecode(Sm90Fixtures, suite.TestDecode): ...

@@ -15,9 +15,9 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.backends.sm90 import launch
+from dsv4attn.backends.sm90 import launch, small_decode
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import TILE_SIZES, FewHeadsSizes, TileSizes
+from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, FewHeadsSizes, TileSizes
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_lens
@@ -43,10 +43,14 @@ TRIALS = {
 
 @pytest.fixture(autouse=True)
 def units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch for more programs than the interpreter's four, programs for more tiles, and no kernel of few heads."""
+    """Scratch for more programs than the interpreter's four, programs for more tiles, and no kernel of few heads.
+
+    Few programs combine parts, as they run one after the other.
+    """
     monkeypatch.setattr(launch, "few_heads_sizes_of", lambda *_, **__: None)
     if INTERPRETED:
         monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
+        monkeypatch.setattr(small_decode, "combine_rounds_of", lambda *_: COMBINE_ROUNDS[-1])
 
 
 @frozen

@@ -405,9 +405,9 @@ def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
     kernels = import_text(tmp_path / f"planted_kernels_{tmp_path.name}.py", text)
     copy = import_text(tmp_path / f"planted_{tmp_path.name}.py", inspect.getsource(group_select))
     vars(copy).update({name: getattr(kernels, name) for name in ("choose_groups_kernel", "score_groups_kernel")})
-    agreed = all(odd_call_agrees(seed, copy) for seed in range(30)) and all(
+    agreed = all(odd_call_agrees(seed, copy) for seed in range(14)) and all(
         Case(seed, kind, topk, entries, [1000, 997, 300, 9], maxima=seed % 2 == 0).agrees(form, copy)
-        for seed in range(4)
+        for seed in range(2)
         for kind in ("normal", "few values", "odd", "nan", "ascending", "fewer than selected")
         for topk, entries in ((4, 499), (3, 40), (8, 17))
         for form in forms(topk, entries)

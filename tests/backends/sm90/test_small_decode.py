@@ -37,10 +37,11 @@ LONG = evolve(BASE, widths=(100, 640), tokens=1, seed=31)
 
 @pytest.fixture(autouse=True)
 def units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch for more programs than the interpreter's four, and no kernel of few heads."""
+    """Scratch for more programs than the interpreter's four, no kernel of few heads, and few programs that combine."""
     monkeypatch.setattr(launch, "few_heads_sizes_of", lambda *_, **__: None)
     if INTERPRETED:
         monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
+        monkeypatch.setattr(small_decode, "combine_rounds_of", lambda *_: COMBINE_ROUNDS[-1])
 
 
 def attended(trial: Trial, sizes: TileSizes | None, monkeypatch: pytest.MonkeyPatch) -> Result:

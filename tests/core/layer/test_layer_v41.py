@@ -61,7 +61,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_role_is_right_on_records_of_codes(form: str) -> None:
     # a value that fp32 rounds to another code than float64 is off by up to an eighth, by half of it in fp4
-    assert worst_layer_error(v41_stack(**FORMATS[form]), SCHEDULES["mixed"], slack=0.2) <= 2.0**-5
+    steps = [[(1, 8)], [(1, 7), (0, 20)], [(0, 1), (1, 1)]]
+    assert worst_layer_error(v41_stack(**FORMATS[form]), steps, slack=0.2) <= 2.0**-5
 
 
 def test_every_role_is_right_on_a_backend_of_kernels() -> None:
@@ -76,7 +77,7 @@ def test_every_role_is_right_on_a_backend_of_kernels() -> None:
 def test_every_role_is_right_if_all_dims_of_index_keys_have_rope(backend: str) -> None:
     whole = v41_stack(backend=backend, geometry=attrs.evolve(SMALL_V41, index_head_dim=SMALL_V41.rope_dim))
 
-    assert worst_layer_error(whole, [[(1, 8), (0, 20)], [(0, 1), (1, 1)], [(0, 14)]]) <= ROUNDED
+    assert worst_layer_error(whole, [[(1, 8), (0, 9)], [(0, 1), (1, 1)]]) <= ROUNDED
 
 
 def test_layers_say_their_roles_and_their_sources() -> None:

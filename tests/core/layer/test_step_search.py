@@ -137,7 +137,7 @@ COPIES = st.tuples(st.just("copy"), st.booleans())
 
 
 @pytest.mark.parametrize("model", STACKS)
-@search(10)
+@search(6)
 @given(st.lists(st.one_of(STEPS, STEPS, STEPS, EMPTY, COPIES), min_size=2, max_size=8))
 def test_g27_tokens_that_are_not_real_and_copies_change_nothing(model: str, operations: list[tuple[Any, ...]]) -> None:
     program = Program(model)

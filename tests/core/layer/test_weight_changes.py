@@ -502,3 +502,20 @@ def test_a_namespace_is_watched_like_a_module() -> None:
     assert weight_cache.dense("wo_a", module) is first
     assert torch.equal(first, torch.full((4, 4), 3.0).bfloat16())
     assert not weight_cache.changed()
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8 modules"])
+def test_a_weight_whose_scales_are_nan_is_named_when_a_layer_takes_it(
+    form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = given_of(values_of("c128a"), form)
+    tensors_of(weights["wo_b"])[1][2][:, 0] = torch.nan
+    rows = tensors_of(weights["wo_b"])[1][2].shape
+
+    subject = Subject("c128a", form, weights)
+    subject.layer.refresh()
+
+    text = f"{rows[0]} of {rows.numel()} scales of weights.wo_b are NaN"
+    [record] = [record for record in caplog.records if "NaN" in record.getMessage()]
+    assert text in record.getMessage()
+    assert record.getMessage().startswith(f"layer {subject.layer.prefix}: ")

@@ -30,16 +30,19 @@ def select_blocks(
     max_entries: int,
     *,
     exact_rows: bool,
+    exact_sums: bool = False,
 ) -> None:
     """Write the numbers of the blocks with the largest scores of each token to out [T, N] int32, ascending, then -1.
 
-    exact_rows: see `index_logits.score`. Other arguments are those of the op. Scores of single entries are not stored.
+    exact_rows, exact_sums: see `index_logits.score`. Other arguments are those of the op. Scores of single entries are
+    not stored.
     """
     blocks = -(-max_entries // block_size)
     plan = plan_in_parts(out, blocks, out.shape[1])
     for part, (scores, memory) in parts(out, blocks, plan.columns):
         some = token_map.tokens(part)
-        score_maxima(query.tokens(part), cache, some, scores, block_size, max_entries, exact_rows=exact_rows)
+        exact: dict[str, bool] = {"exact_rows": exact_rows, "exact_sums": exact_sums}
+        score_maxima(query.tokens(part), cache, some, scores, block_size, max_entries, **exact)
         select(
             scores, None, some.visible_lens, out[part], blocks, run=0, unit=block_size, plan=plan, memory=memory
         )  # fmt: skip
@@ -53,10 +56,12 @@ def select_inside(
     block_size: int,
     out: Tensor,
     max_entries: int,
+    *,
+    exact_sums: bool = False,
 ) -> None:
     """Write the K entries of candidates [T, N] int32 with the largest scores of each token to out [T, K] int32.
 
-    Only these entries are scored.
+    Only these entries are scored. exact_sums: see `index_logits.multiplies_codes`.
     """
     most = min(candidates.shape[1], -(-max_entries // block_size)) * block_size
     places = 2 * next_power_of_2(candidates.shape[1])
@@ -65,7 +70,9 @@ def select_inside(
         some, blocks = token_map.tokens(part), ordered.view(int32)[:, :places]
         counts = count.view(int32).flatten()[: blocks.shape[0]]
         order(candidates[part], cache, some, blocks, counts, block_size, max_entries)
-        score_inside(query.tokens(part), cache, some, blocks, counts, block_size, scores, max_entries)
+        score_inside(
+            query.tokens(part), cache, some, blocks, counts, block_size, scores, max_entries, exact_sums=exact_sums
+        )  # fmt: skip
         select(
             scores, None, counts, out[part], most, run=0, plan=plan, memory=memory, blocks=(blocks, block_size)
         )  # fmt: skip

@@ -99,18 +99,19 @@ TILES: Mapping[str, Tiles] = {
 """Of codes that a matrix unit multiplies. Everywhere else, and of other records, PLAIN."""
 
 
-def multiplies_codes(layout: KVCacheLayout, arch: str) -> bool:
+def multiplies_codes(layout: KVCacheLayout, arch: str, *, exact_sums: bool = False) -> bool:
     """Whether the matrix unit of an architecture multiplies the codes of these index keys as they are.
 
     Sums of such products keep fewer bits than fp32: on an H200 errors are up to 130 times 2^-24 of the product of the
-    norms (measured 2026-11-22, as large as DeepGEMM's on the same inputs).
+    norms (measured 2026-11-22, as large as DeepGEMM's on the same inputs). exact_sums: codes are multiplied in 16 bits,
+    where they and their products are exact, and sums keep the bits of fp32.
     """
-    return layout.fp8_format is Fp8Format.OCP and arch in FP8_UNITS and not INTERPRETED
+    return layout.fp8_format is Fp8Format.OCP and arch in FP8_UNITS and not INTERPRETED and not exact_sums
 
 
-def tiles_for(layout: KVCacheLayout, arch: str) -> Tiles:
+def tiles_for(layout: KVCacheLayout, arch: str, *, exact_sums: bool = False) -> Tiles:
     """Tiles of index keys on an architecture."""
-    return TILES[arch] if multiplies_codes(layout, arch) else PLAIN
+    return TILES[arch] if multiplies_codes(layout, arch, exact_sums=exact_sums) else PLAIN
 
 
 def score(
@@ -122,6 +123,7 @@ def score(
     run: int,
     *,
     exact_rows: bool = False,
+    exact_sums: bool = False,
     by_length: bool = True,
 ) -> tuple[int, int]:
     """Write the score of each entry that a token sees to scores [T, E] fp32; NaN for entries without a block.
@@ -137,14 +139,16 @@ def score(
     exact_rows: whether bits must not depend on how many tokens a request has. All calls then have the tile of requests
        of many tokens: a tile of one token reads the keys of a prompt once for each of its tokens, and two requests of
        one token take little longer in one tile than in two.
+    exact_sums: see `multiplies_codes`.
     Returns entries of a run, and 0; or the least entries of a run, and how many tokens have runs of the same length.
     """
-    tile = _tile_of(cache, token_map, exact_rows=exact_rows)
+    tile = _tile_of(cache, token_map, exact_rows=exact_rows, exact_sums=exact_sums)
     rows = _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req)
     groups = maxima.shape[1] - LANES if by_length and maxima is not None else 0
     _launch(
         query, pages_of(cache, tile), rows, scores, tile, scores.shape[1],
         maxima=maxima, run=1 if groups else max(run // tile.entries, 1), groups=groups, fill=False,
+        exact_sums=exact_sums,
     )  # fmt: skip
     return (tile.entries, tile.tokens) if groups else (run, 0)
 
@@ -158,18 +162,19 @@ def score_maxima(
     max_entries: int,
     *,
     exact_rows: bool = False,
+    exact_sums: bool = False,
 ) -> None:
     """Write the largest score of each block of entries that a token sees to maxima [T, >= blocks] fp32.
 
     It is a finite number, NaN for a block without scores, and infinity for the block of the newest entry. block_size:
     entries of a block, a power of two. Other arguments are those of `score`.
     """
-    tile = _tile_of(cache, token_map, exact_rows=exact_rows)
+    tile = _tile_of(cache, token_map, exact_rows=exact_rows, exact_sums=exact_sums)
     rows = _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req)
     runs = max(block_size // tile.entries, 1)
     _launch(
         query, pages_of(cache, tile), rows, None, tile, max_entries,
-        maxima=maxima, run=runs, group=block_size, fill=False,
+        maxima=maxima, run=runs, group=block_size, fill=False, exact_sums=exact_sums,
     )  # fmt: skip
 
 
@@ -182,15 +187,17 @@ def score_inside(
     block_size: int,
     scores: Tensor,
     max_entries: int,
+    *,
+    exact_sums: bool = False,
 ) -> None:
     """Write the scores of the entries of a token's blocks to scores [T, >= counts] fp32, NaN for what it does not see.
 
     blocks: [T, 2 N] int32 and counts: [T] int32, as `order_kernel` writes them. Other arguments are those of `score`.
     Bits of a token depend on no other.
     """
-    tile, (tokens, width) = tiles_for(cache.layout, architecture()).one, scores.shape
+    tile, (tokens, width) = tiles_for(cache.layout, architecture(), exact_sums=exact_sums).one, scores.shape
     keys, table, q = pages_of(cache, tile), token_map.block_table, query.scales
-    values, native = raw(query.values), multiplies_codes(cache.layout, architecture())
+    values, native = raw(query.values), multiplies_codes(cache.layout, architecture(), exact_sums=exact_sums)
     splits = _splits(tile, tokens, width)
     launch(
         score_blocks_kernel,
@@ -218,8 +225,8 @@ def score_inside(
     )  # fmt: skip
 
 
-def _tile_of(cache: PagedKVCache, token_map: TokenMap, *, exact_rows: bool) -> Tile:
-    tiles = tiles_for(cache.layout, architecture())
+def _tile_of(cache: PagedKVCache, token_map: TokenMap, *, exact_rows: bool, exact_sums: bool) -> Tile:
+    tiles = tiles_for(cache.layout, architecture(), exact_sums=exact_sums)
     return tiles.many if exact_rows else tiles.of(len(token_map.visible_lens) / len(token_map.block_table))
 
 
@@ -232,32 +239,41 @@ def fp8_paged_mqa_logits(
     block_tables: Tensor,
     schedule_metadata: object = None,
     max_model_len: int = 0,
+    *,
+    exact_sums: bool = False,
 ) -> Tensor:
-    """See `torch_ops.indexer.fp8_paged_mqa_logits`."""
+    """See `torch_ops.indexer.fp8_paged_mqa_logits`. exact_sums: see `multiplies_codes`."""
     cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
     requests, tokens_per_req, _, _ = q.shape
     logits = torch.empty(requests * tokens_per_req, max_model_len, dtype=torch.float32, device=q.device)
     if not (logits.numel() and block_tables.numel() and cache.num_blocks):
         return logits.fill_(-inf)
-    tile = tiles_for(cache.layout, architecture()).of(tokens_per_req)
+    tile = tiles_for(cache.layout, architecture(), exact_sums=exact_sums).of(tokens_per_req)
     rows = _Rows(lens.reshape(-1).contiguous(), block_tables, tokens_per_req=tokens_per_req)
-    _launch(IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile), rows, logits, tile, max_model_len, fill=True)
+    query, keys = IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile)
+    _launch(query, keys, rows, logits, tile, max_model_len, fill=True, exact_sums=exact_sums)
     return logits
 
 
 @without_modes
 def fp8_mqa_logits(
-    q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seqlen_ks: Tensor,
+    cu_seqlen_ke: Tensor,
+    *,
+    exact_sums: bool = False,
 ) -> Tensor:
-    """See `torch_ops.indexer.fp8_mqa_logits`."""
+    """See `torch_ops.indexer.fp8_mqa_logits`. exact_sums: see `multiplies_codes`."""
     rows, scales = kv
     layout = KVCacheLayout.index_fp8(rows.shape[1], fp8_format=dialect_of(q))
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
-    tile = tiles_for(layout, architecture()).many
+    tile = tiles_for(layout, architecture(), exact_sums=exact_sums).many
     if logits.numel():
         keys = _Keys(raw(rows), scales, layout, 0, 1, (0, rows.stride(0), 0, 1), dense_stride(layout, rows.stride(0)))
         seen = _Rows(cu_seqlen_ke, first=cu_seqlen_ks)
-        _launch(IndexQuery(q, weights), keys, seen, logits, tile, rows.shape[0], fill=True)
+        _launch(IndexQuery(q, weights), keys, seen, logits, tile, rows.shape[0], fill=True, exact_sums=exact_sums)
     return logits
 
 
@@ -339,6 +355,7 @@ def _launch(
     entries: int,
     *,
     fill: bool,
+    exact_sums: bool,
     maxima: Tensor | None = None,
     run: int = 1,
     groups: int = 0,
@@ -361,7 +378,7 @@ def _launch(
         ),
         constants_of(
             keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), fill,
-            multiplies_codes(keys.layout, architecture()), group,
+            multiplies_codes(keys.layout, architecture(), exact_sums=exact_sums), group,
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -421,11 +438,19 @@ def inside_constants(
 
 
 @recorded
-def variants(layout: KVCacheLayout, heads: int, *, aligned: bool = True, block_size: int = 0, places: int = 0) -> None:
+def variants(
+    layout: KVCacheLayout,
+    heads: int,
+    *,
+    aligned: bool = True,
+    exact_sums: bool = False,
+    block_size: int = 0,
+    places: int = 0,
+) -> None:
     """Every variant that selection can need, with keys of this layout.
 
     aligned: whether caches, and rows of plain queries, are aligned to 16 bytes. block_size: of candidates; 0: of none.
-    places: a power of two, at least the number of candidates.
+    places: a power of two, at least the number of candidates. exact_sums: see `multiplies_codes`.
     """
     dtype, scales, columns = layout.dtype, None, layout.head_dim
     if layout.is_quantised and layout.fp8_format is None:
@@ -443,10 +468,13 @@ def variants(layout: KVCacheLayout, heads: int, *, aligned: bool = True, block_s
             for tokens in (1, 2, 3):
                 part, token_map = query.tokens(slice(tokens)), TokenMap(meta_rows(1, 2), lens, lens[:tokens])
                 for maxima in (None, scores[:tokens]):
-                    score(part, cache, token_map, scores[:tokens], maxima, 128)
+                    score(part, cache, token_map, scores[:tokens], maxima, 128, exact_sums=exact_sums)
                 if block_size:
-                    score_maxima(part, cache, token_map, scores[:tokens], block_size, LANES)
+                    score_maxima(
+                        part, cache, token_map, scores[:tokens], block_size, LANES, exact_sums=exact_sums
+                    )  # fmt: skip
             if block_size:
+                all_tokens = TokenMap(meta_rows(1, 2), lens, lens)
                 score_inside(
-                    query, cache, TokenMap(meta_rows(1, 2), lens, lens), blocks, lens, block_size, scores, LANES
-                )
+                    query, cache, all_tokens, blocks, lens, block_size, scores, LANES, exact_sums=exact_sums
+                )  # fmt: skip

@@ -41,16 +41,21 @@ __all__ = ["layer_ops"]
 _CODED = CodedProducts(few_rows.most_rows, few_rows.multiply_codes)
 
 
-def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None = None) -> LayerOps:
+def layer_ops(
+    *, deterministic: bool = False, exact_sums: bool = False, score: Callable[..., Any] | None = None
+) -> LayerOps:
     """All layer ops by kernels, but for products, which a library multiplies where bits may depend on a step.
 
-    deterministic: no token's bits depend on the other tokens of a step. score: what computes scores, with the arguments
-    of `index_logits.score`, which is the default.
+    deterministic: no token's bits depend on the other tokens of a step. exact_sums: index scores keep the bits of fp32
+    on every device, see `index_logits.multiplies_codes`. score: what computes scores, with the arguments of
+    `index_logits.score`, which is the default.
     """
+    sums: dict[str, Any] = {"exact_sums": exact_sums}
     scoring: dict[str, Any] = {
-        "score": partial(index_logits.score, exact_rows=deterministic) if score is None else score
+        "score": partial(index_logits.score, exact_rows=deterministic, **sums) if score is None else score
     }
     fallback: dict[str, Any] = {"deterministic": deterministic}
+    multiplies_codes = index_logits.multiplies_codes(KVCacheLayout.index_fp8(), architecture(), **sums)
     return LayerOps(
         norm_q_kv=norms.norm_q_kv,
         save_partial_states=compress.save_partial_states,
@@ -58,11 +63,11 @@ def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None =
         compress_latents=partial(compress_latents, **fallback),
         norm_rope_store=latents.norm_rope_store,
         indexer_q_rope_quant=index_query.indexer_q_rope_quant,
-        fp8_paged_mqa_logits=index_logits.fp8_paged_mqa_logits,
-        fp8_mqa_logits=index_logits.fp8_mqa_logits,
+        fp8_paged_mqa_logits=partial(index_logits.fp8_paged_mqa_logits, **sums),
+        fp8_mqa_logits=partial(index_logits.fp8_mqa_logits, **sums),
         select_topk=partial(select_topk, **fallback, **scoring),
-        select_candidates=partial(select_candidates, **fallback),
-        select_topk_of_candidates=partial(select_topk_of_candidates, **fallback),
+        select_candidates=partial(select_candidates, **fallback, **sums),
+        select_topk_of_candidates=partial(select_topk_of_candidates, **fallback, **sums),
         mhc_pre=partial(hyper_connections.mhc_pre, deterministic=deterministic),
         mhc_post=hyper_connections.mhc_post,
         mhc_fused_post_pre=partial(hyper_connections.mhc_fused_post_pre, deterministic=deterministic),
@@ -72,7 +77,7 @@ def layer_ops(*, deterministic: bool = False, score: Callable[..., Any] | None =
         mhc_collapse=hyper_connections.mhc_collapse,
         linear=products.linear if deterministic else torch_linear,
         transient_bytes=transient_bytes,
-        sum_bits=14 if index_logits.multiplies_codes(KVCacheLayout.index_fp8(), architecture()) else 24,
+        sum_bits=14 if multiplies_codes else 24,
         propose_candidates=partial(propose_candidates, **scoring),
         choose_candidates=ranks.choose,
         most_over_ranks=select.MOST,
@@ -151,6 +156,7 @@ def select_candidates(
     max_entries: int,
     *,
     deterministic: bool,
+    exact_sums: bool = False,
 ) -> None:
     """See `torch_ops.candidates`, which writes more than `select.MOST` blocks."""
     check_block_size(block_size)
@@ -159,7 +165,8 @@ def select_candidates(
             query, cache, token_map, out, block_size, max_entries, deterministic=deterministic
         )
     else:
-        select_blocks(query, cache, token_map, out, block_size, max_entries, exact_rows=deterministic)
+        exact: dict[str, bool] = {"exact_rows": deterministic, "exact_sums": exact_sums}
+        select_blocks(query, cache, token_map, out, block_size, max_entries, **exact)
 
 
 @without_modes
@@ -173,6 +180,7 @@ def select_topk_of_candidates(
     max_entries: int,
     *,
     deterministic: bool,
+    exact_sums: bool = False,
 ) -> None:
     """See `torch_ops.candidates`, which selects more than `select.MOST` entries, or among very many blocks."""
     check_block_size(block_size)
@@ -181,7 +189,7 @@ def select_topk_of_candidates(
             query, cache, token_map, candidates, block_size, out, max_entries, deterministic=deterministic
         )
     elif candidates.shape[1] and _has_entries(cache, token_map, max_entries):
-        select_inside(query, cache, token_map, candidates, block_size, out, max_entries)
+        select_inside(query, cache, token_map, candidates, block_size, out, max_entries, exact_sums=exact_sums)
     else:
         out.fill_(-1)
 

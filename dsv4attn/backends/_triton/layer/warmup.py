@@ -26,10 +26,10 @@ NORMS = torch.bfloat16, torch.float32
 """Dtypes of the weights of norms."""
 
 
-def launch_within(bounds: WarmupSpec, *, deterministic: bool = False) -> None:
+def launch_within(bounds: WarmupSpec, *, deterministic: bool = False, exact_sums: bool = False) -> None:
     """Launch every form that the ops of a model within the bounds can ask for, inside a recording.
 
-    deterministic: whether the backend is.
+    deterministic: whether the backend is. exact_sums: see `index_logits.multiplies_codes`.
     """
     model = bounds.model
     assert model is not None
@@ -42,7 +42,7 @@ def launch_within(bounds: WarmupSpec, *, deterministic: bool = False) -> None:
         if "compressor" in bounds.parts:
             (_latents if model.shared_latent else _entries)(layer, bounds)
         if layer.kind is LayerKind.CSA:
-            _indexer(model, layer, bounds)
+            _indexer(model, layer, bounds, exact_sums=exact_sums)
     if "hyper_connections" in bounds.parts:
         for norm_dtype in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
             hyper_connections.variants(
@@ -73,7 +73,7 @@ def _latents(layer: LayerGeometry, bounds: WarmupSpec) -> None:
         latents.variants(bounds.index_layout, ratio, rope, dtype, NORMS, aligned=aligned)
 
 
-def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: WarmupSpec) -> None:
+def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: WarmupSpec, *, exact_sums: bool) -> None:
     """Index queries, scores and selection. Selection has two levels if the model has candidates."""
     index, heads, parts, sharing = bounds.index_layout, model.index_n_heads, bounds.parts, model.sharing
     if sharing is not None and sharing.candidate_source_layer_id < 0:
@@ -82,11 +82,11 @@ def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: WarmupSpec) -> 
         dtypes = tuple(dict.fromkeys((bounds.q_dtype, torch.float32)))
         index_query.variants(index, heads, layer.rope_dim, bounds.q_dtype, dtypes)
     if "indexer" in parts or "selection" in parts:
-        of_blocks = {}
+        of_blocks: dict[str, int] = {}
         if sharing is not None:
             places = next_power_of_2(sharing.candidate_topk_blocks)
             of_blocks = {"block_size": sharing.candidate_block_size, "places": places}
-        index_logits.variants(index, heads, aligned=bounds.aligned, **of_blocks)
+        index_logits.variants(index, heads, aligned=bounds.aligned, exact_sums=exact_sums, **of_blocks)
     if "selection" not in parts:
         return
     entries = bounds.limits.max_model_len // layer.compress_ratio

@@ -32,7 +32,7 @@ GEOMETRIES = [tiny_geometry(), tiny_geometry(num_heads=3, head_dim=74, rope_dim=
 def step(pair: tuple[str, str], geometry: ModelGeometry, **changes: Any) -> StepFixture:
     """Decode and prefill requests over both caches, among poison and gaps; split pages lie at odd distances."""
     known = {**layouts(geometry), **v41_layouts(geometry)}
-    fields = {"kind": "c4a", "requests": [(40, 1), (3, 1), (20, 7), (0, 2)], "geometry": geometry, "topk": "holes"}
+    fields = {"kind": "c4a", "requests": [(40, 1), (3, 1), (20, 3), (0, 2)], "geometry": geometry, "topk": "holes"}
     window, compressed = (known[name] for name in pair)
     fields |= {
         "layout": window,

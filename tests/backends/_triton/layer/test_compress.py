@@ -147,7 +147,7 @@ def test_entries_are_the_definition_s(layout: KVCacheLayout, overlap: bool) -> N
 @pytest.mark.parametrize("ratio", [1, 2, 3, 9, 17, 128, 150])
 @each_overlap
 def test_any_ratio_is_served(ratio: int, overlap: bool) -> None:
-    for seed in range(2):
+    for seed in range(1 if ratio > 100 else 2):
         step = Entries(LAYOUTS[11], ratio, overlap, seed, requests=4)
         step.check()
 

@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends._triton.layer import index_logits, select
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed, recording
+from dsv4attn.backends._triton.layer import index_logits, kernels_index_logits, select
+from dsv4attn.backends.sm90 import group_select
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.index_records import read_index_keys, slots_of, store_index_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops import indexer
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
@@ -266,3 +274,31 @@ def test_forms_are_foreseen(name: str) -> None:
     known = {*index_logits.variants(LAYOUTS[name], 8, aligned=False)}
 
     assert launched <= known, {str(variant) for variant in launched - known}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU's own kernels have these sums, see `dsv4attn conform --option`")
+@pytest.mark.parametrize("model", ["flash", "v4.1-flash"])
+@pytest.mark.parametrize("make", [GenericBackend, Sm90Backend])
+def test_exact_sums_multiply_no_codes(make: type[TritonBackend], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = WarmupSpec.of(ModelGeometry.preset(model), Limits(8, 64, 2**18), layer_steps=True)
+    # what a device launches, and no kernel runs
+    for module in (index_logits, group_select):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    for name in ("constants_of", "inside_constants"):
+        monkeypatch.setattr(index_logits, name, getattr(index_logits, name).__wrapped__)
+
+    def facts(index_sums: str) -> tuple[set[object], int]:
+        """Kinds of products in kernels that score, and bits of their sums."""
+        with recording("sm_90") as variants:
+            backend = make(index_sums=index_sums)
+            bits = backend.layer_ops.sum_bits
+            backend._launch_within(bounds, DeviceFacts.named("sm_90"))
+        scoring = [
+            dict(variant.constants) for variant in variants if "select" in variant.name or "score" in variant.name
+        ]
+        return {constants["KIND"] for constants in scoring if "KIND" in constants}, bits
+
+    assert facts("fp8") == ({kernels_index_logits.NATIVE.value}, 14)
+    assert facts("exact") == ({kernels_index_logits.CODES.value}, 24)
+    with pytest.raises(ArgumentError, match="index_sums: expected 'fp8' or 'exact', got 'more'"):
+        make(index_sums="more")
