@@ -138,12 +138,14 @@ def test_a_plugin_for_a_newer_contract_is_refused_by_every_command(
 
 def test_an_unknown_option_of_a_backend_is_answered_with_those_there_are(machine: Machine) -> None:
     with pytest.raises(
-        ArgumentError, match=r"expected one of tuning, deterministic, projection, got .*; did you mean 'tuning'\?$"
+        ArgumentError,
+        match=r"expected one of tuning, deterministic, projection, index_sums, got .*; did you mean 'tuning'\?$",
     ):
         load_backend("triton", tunings="sm_90")
     (machine.wheels.folder / "dsv4attn.toml").write_text("options.triton.tunings = 'sm_90'", encoding="utf-8")
     with pytest.raises(
-        ConfigError, match=r"unknown option 'tunings'; did you mean .* \(known: tuning, deterministic, projection\)"
+        ConfigError,
+        match=r"unknown option 'tunings'; did you mean .* \(known: tuning, deterministic, projection, index_sums\)",
     ):
         load_backend("triton")
 
