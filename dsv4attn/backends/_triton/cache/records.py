@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm
+from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm, WriterForm
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
@@ -24,13 +23,12 @@ __all__ = [
     "alignment_of_records",
     "alignment_of_rows",
     "alignment_of_tokens",
-    "check_writer",
     "page_numbers",
     "record_alignments",
     "record_form",
     "row_alignments",
     "stored_dims",
-    "writer_constants",
+    "writer_form",
 ]
 
 
@@ -112,29 +110,19 @@ def page_numbers(cache: PagedKVCache, memory: CacheMemory) -> PageNumbers:
     return PageNumbers(cache.num_blocks, cache.block_size, *memory.record_strides)
 
 
-def check_writer(layout: KVCacheLayout) -> None:
-    """Raise ArgumentError for records that no kernel here writes as their layout asks."""
+@cache
+def writer_form(layout: KVCacheLayout, aligned: int) -> WriterForm:
+    """The form of a cache's records for kernels that write them. aligned: `alignment_of_records`.
+
+    Raises ArgumentError for records that no kernel here writes as their layout asks.
+    """
     if layout.rounds_to_fp4:
         expected = "a layout whose writer does not round to fp4 first: no kernel here does"
         hint = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
         raise ArgumentError("cache layout", expected=expected, actual=f"{layout.fingerprint}, rounds_to_fp4", hint=hint)
-
-
-@cache
-def writer_constants(layout: KVCacheLayout) -> dict[str, Any]:
-    """Constants of kernels that write records.
-
-    CODING: of `numerics`. GROUP: codes of a scale, 0 if records are not quantised. LARGEST, FLOOR: the largest code and
-    a group's smallest maximum, by their bits.
-    """
-    form = record_form(layout, 1)
-    return {
-        "NOPE": form.nope,
-        "ROPE": form.rope,
-        "GROUP": form.group,
-        "CODING": form.coding,
-        "FNUZ": form.fnuz,
-        "EXACT_CASTS": form.exact_casts,
-        "LARGEST": _bits(layout.fp8_max),
-        "FLOOR": _bits(layout.amax_floor),
-    }
+    _, _, _, group, coding, fnuz, exact_casts = record_form(layout, aligned)
+    dims, bounds = (
+        (layout.nope_dim, layout.rope_dim, layout.coded_dims),
+        map(_bits, (layout.fp8_max, layout.amax_floor)),
+    )
+    return WriterForm(aligned, *dims, group, coding, fnuz, *bounds, exact_casts)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.cache.forms import PageNumbers, TableNumbers
 from dsv4attn.backends._triton.cache.kernels_insert import encode, pack_pairs
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import rotate, round_to, scale_of_byte
+from dsv4attn.backends._triton.numerics import FP8, rotate, round_to, scale_of_byte
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 
 
@@ -24,10 +25,9 @@ def save_kernel(
     SCORE,  # [n, WIDTH] fp32
     APE,  # [ratio, WIDTH] fp32
     POSITIONS,  # [n] int64
-    CACHE,  # pages of fp32 rows [2 * WIDTH], `page_stride` elements apart
+    CACHE,  # pages of fp32 rows [2 * WIDTH]
     SLOTS,  # [n] int64
-    n: tl.int32, ratio: tl.int32, kv_stride: tl.int64, score_stride: tl.int64, ape_stride: tl.int64,
-    num_blocks: tl.int32, block_size: tl.int32, page_stride: tl.int64, data_stride: tl.int64,
+    n: tl.int32, ratio: tl.int32, kv_stride: tl.int64, score_stride: tl.int64, ape_stride: tl.int64, pages: PageNumbers,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n / TOKENS,): each program saves the states of TOKENS tokens.
@@ -44,63 +44,59 @@ def save_kernel(
     kv = tl.load(tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED)[:, None] + column[None, :], mask=live)
     score = tl.load(tl.multiple_of(SCORE + token * score_stride, ROW_ALIGNED)[:, None] + column[None, :], mask=live)
 
-    live &= ((slot >= 0) & (slot < num_blocks.to(tl.int64) * block_size))[:, None]
+    live &= ((slot >= 0) & (slot < pages.num_blocks.to(tl.int64) * pages.block_size))[:, None]
     # positions and slots that exist have 31 bits; division of 64 bits is slow
     place = position.to(tl.int32) % ratio
     place = tl.where(place < 0, place + ratio, place)
     bias = tl.multiple_of(APE + place * ape_stride, ROW_ALIGNED)[:, None] + column[None, :]
     score += tl.load(bias, mask=live, other=0.0)
-    block, row = slot.to(tl.int32) // block_size, slot.to(tl.int32) % block_size
-    state = tl.multiple_of(CACHE + block.to(tl.int64) * page_stride + row * data_stride, ALIGNED)
+    block, row = slot.to(tl.int32) // pages.block_size, slot.to(tl.int32) % pages.block_size
+    state = tl.multiple_of(CACHE + block.to(tl.int64) * pages.page_stride + row * pages.data_stride, ALIGNED)
     state = state[:, None] + column[None, :]
     tl.store(state, kv, mask=live)
     tl.store(state + WIDTH, score, mask=live)
 
 
 @triton.jit
-def dims_at(
-    place, D: tl.constexpr, ROPE: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
-    IN_ORDER: tl.constexpr,
-):  # fmt: skip
-    """(dim, whether it exists) at places of an entry in registers.
-
-    IN_ORDER: dims follow each other, the first place being empty if an odd number of them comes before the rotated
-    ones, so that pairs are pairs. Otherwise every group of codes has SIZE places of its own, and dims past the last
-    group follow it.
-    """
-    if IN_ORDER:
-        early: tl.constexpr = (D - ROPE) % 2
+def dims_at(place, ENTRY: tl.constexpr):
+    """(dim, whether it exists) at places of an entry in registers, see `EntryForm`."""
+    if ENTRY.in_order:
+        early: tl.constexpr = (ENTRY.dim - ENTRY.rope) % 2
         dim = place - early
-        exists = (place >= early) & (dim < D)
+        exists = (place >= early) & (dim < ENTRY.dim)
     else:
-        count: tl.constexpr = cdiv(NOPE, GROUP)
-        group, member = place // SIZE, place % SIZE
+        NOPE: tl.constexpr = ENTRY.nope
+        count: tl.constexpr = cdiv(NOPE, ENTRY.group)
+        group, member = place // ENTRY.size, place % ENTRY.size
         coded = group < count
-        dim = tl.where(coded, group * GROUP, NOPE + (group - count) * SIZE) + member
-        exists = tl.where(coded, (member < GROUP) & (dim < NOPE), dim < D)
+        dim = tl.where(coded, group * ENTRY.group, NOPE + (group - count) * ENTRY.size) + member
+        exists = tl.where(coded, (member < ENTRY.group) & (dim < NOPE), dim < ENTRY.dim)
     return dim, exists
 
 
 @triton.jit
-def pool(
-    position, request, STATES, TABLE, num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse,
-    state_page, state_stride, dim, live,
-    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, STATES_ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """The mean [BLOCK] of the kv of the window that ends at a position, weighted by a softmax of its scores.
+def pool(position, request, STATES, TABLE, table, states, inverse, dim, live, POOL: tl.constexpr):
+    """The mean [POOL.block] of the kv of the window that ends at a position, weighted by a softmax of its scores.
 
-    dim: [BLOCK] channels of an entry; those that are not `live` are 0. Rows of the window that have no state do not
-    count. A tile is ROWS times LANES rows; TILES of them are read at a time. Tiles are added in order. Every lane has a
-    softmax of its own; they are merged at the end. So bits depend on ROWS and LANES, not on TILES or BLOCK.
+    dim: channels of an entry; those that are not `live` are 0. table: `TableNumbers`. states: `PageNumbers`. POOL: a
+    `PoolForm`. Rows of the window that have no state do not count. Tiles are added in order. Every lane has a softmax
+    of its own; they are merged at the end. So bits depend on rows and lanes, not on tiles or the block.
     """
+    RATIO: tl.constexpr = POOL.ratio
+    OVERLAP: tl.constexpr = POOL.overlap
+    ROWS: tl.constexpr = POOL.rows
+    LANES: tl.constexpr = POOL.lanes
+    TILES: tl.constexpr = POOL.tiles
+    BLOCK: tl.constexpr = POOL.block
+    D: tl.constexpr = POOL.dim
+    ALIGNED: tl.constexpr = POOL.aligned
     window: tl.constexpr = 2 * RATIO if OVERLAP else RATIO
     width: tl.constexpr = 2 * D if OVERLAP else D
-    known = (request >= 0) & (request < num_requests)
-    columns = tl.where(known, num_columns, 0)
-    blocks = TABLE + tl.where(known, request, 0).to(tl.int64) * table_stride
+    known = (request >= 0) & (request < table.requests)
+    columns = tl.where(known, table.columns, 0)
+    blocks = TABLE + tl.where(known, request, 0).to(tl.int64) * table.stride
     # numbers of 31 bits, as division of 64 bits is slow, and unsigned, as they are widened for nothing then
-    last, place = position.to(tl.int32) // state_size, position.to(tl.int32) % state_size
+    last, place = position.to(tl.int32) // states.block_size, position.to(tl.int32) % states.block_size
     lane = tl.arange(0, LANES)
     # [LANES, BLOCK]
     top = tl.full([LANES, BLOCK], float("-inf"), tl.float32)
@@ -113,17 +109,17 @@ def pool(
             # [LANES]
             row = (step * TILES * ROWS + each) * LANES + lane
             # places from the last one of the position's page back to the row
-            back = (window - 1 - row + state_size - 1 - place).to(tl.uint32)
-            pages = ((back.to(tl.uint64) * state_inverse) >> 48).to(tl.uint32)
+            back = (window - 1 - row + states.block_size - 1 - place).to(tl.uint32)
+            pages = ((back.to(tl.uint64) * inverse) >> 48).to(tl.uint32)
             page = (last - pages.to(tl.int32)).to(tl.uint32)
             exists = page < columns
             if window % (TILES * ROWS * LANES):
                 exists &= row < window
             block = tl.load(blocks + page, mask=exists, other=-1).to(tl.uint32)
-            exists &= block < state_blocks
-            inner = (pages + 1) * state_size - 1 - back
-            state = STATES + block.to(tl.uint64) * state_page + inner.to(tl.uint64) * state_stride
-            state = tl.multiple_of(state, STATES_ALIGNED)
+            exists &= block < states.num_blocks
+            inner = (pages + 1) * states.block_size - 1 - back
+            state = STATES + block.to(tl.uint64) * states.page_stride + inner.to(tl.uint64) * states.data_stride
+            state = tl.multiple_of(state, ALIGNED)
             if OVERLAP:
                 # tokens of the entry's own window count by their second half of channels
                 state += (row >= RATIO).to(tl.int32) * D
@@ -157,185 +153,141 @@ def pool(
 
 
 @triton.jit
-def store_entry(
-    x, dim, live, CACHE, slot, block_size, page_stride, data_stride, scale_offset, scale_stride,
-    D: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, SCALES: tl.constexpr,
-    SCALE_BITS: tl.constexpr, CODING: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
-):  # fmt: skip
-    """Write an entry x [GROUPS * SIZE] fp32, at the places of `dims_at`, to a slot that exists.
+def places_of(position, ANGLES, num_positions, angle_stride, ENTRY: tl.constexpr):
+    """(dims, whether they exist, which pairs of them rotate, cosines, sines) at the places of an entry.
 
-    CODING: of `numerics`.
+    position: of the token that completes the entry.
     """
-    row = slot % block_size
-    page = CACHE + slot // block_size * page_stride
-    record = tl.multiple_of(page + row * data_stride, ALIGNED)
-    if CODE_BITS == 0:
-        tl.store(record + dim, round_to(x, CACHE.dtype.element_ty, EXACT_CASTS), mask=live)
+    block: tl.constexpr = ENTRY.groups * ENTRY.size
+    plain: tl.constexpr = ENTRY.dim - ENTRY.rope
+    # [block], [block / 2]
+    dim, live = dims_at(tl.arange(0, block), ENTRY)
+    first, _ = dims_at(2 * tl.arange(0, block // 2), ENTRY)
+    turned = (first >= plain) & (first < ENTRY.dim)
+    angles = ANGLES + tl.minimum(tl.maximum(position - ENTRY.ratio + 1, 0), num_positions - 1) * angle_stride
+    angles += (first - plain) // 2
+    cos = tl.load(angles, mask=turned, other=1.0)
+    sin = tl.load(angles + ENTRY.rope // 2, mask=turned, other=0.0)
+    return dim, live, turned, cos, sin
+
+
+@triton.jit
+def store_entry(x, dim, live, turned, cos, sin, CACHE, slot, pages, ENTRY: tl.constexpr):
+    """Rotate an entry x [block] fp32, at the places of `places_of`, and write it to a slot that exists."""
+    GROUPS: tl.constexpr = ENTRY.groups
+    SIZE: tl.constexpr = ENTRY.size
+    NOPE: tl.constexpr = ENTRY.nope
+    ALIGNED: tl.constexpr = ENTRY.writer.aligned
+    even, odd = tl.split(tl.reshape(x, (GROUPS * SIZE // 2, 2)))
+    turned_even, turned_odd = rotate(even, odd, cos, sin)
+    x = tl.reshape(tl.join(tl.where(turned, turned_even, even), tl.where(turned, turned_odd, odd)), (GROUPS * SIZE,))
+    row = slot % pages.block_size
+    page = CACHE + slot // pages.block_size * pages.page_stride
+    record = tl.multiple_of(page + row * pages.data_stride, ALIGNED)
+    if ENTRY.scales == 0:
+        tl.store(record + dim, round_to(x, CACHE.dtype.element_ty, ENTRY.writer.exact_casts), mask=live)
     else:
-        count: tl.constexpr = cdiv(NOPE, GROUP)
-        rounded = round_to(x, tl.bfloat16, EXACT_CASTS)
+        count: tl.constexpr = cdiv(NOPE, ENTRY.group)
+        rounded = round_to(x, tl.bfloat16, ENTRY.writer.exact_casts)
         # [GROUPS, SIZE], [GROUPS]
         values, group = tl.reshape(rounded.to(tl.float32), (GROUPS, SIZE)), tl.arange(0, GROUPS)
-        codes, byte = encode(values, CODING, FNUZ, LARGEST, FLOOR)
-        if CODE_BITS == 8:
+        codes, byte = encode(values, ENTRY.writer)
+        if ENTRY.writer.coding == FP8:
             codes = tl.reshape(codes, (GROUPS * SIZE,))
             tl.store(record + dim, codes.to(tl.uint8), mask=live & (dim < NOPE))
         else:
             packed = pack_pairs(codes, GROUPS, SIZE // 2)
             at = group[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
             tl.store(record + at, packed.to(tl.uint8), mask=at < NOPE // 2)
-        if NOPE < D:
+        if ENTRY.dim > NOPE:
             # the bf16 values begin right after the codes
-            tail = (record + NOPE * CODE_BITS // 8).to(tl.pointer_type(tl.bfloat16))
+            tail = (record + (NOPE if ENTRY.writer.coding == FP8 else NOPE // 2)).to(tl.pointer_type(tl.bfloat16))
             tl.store(tail + (dim - NOPE), rounded, mask=live & (dim >= NOPE))
-        scales = page + scale_offset + row * scale_stride
-        if SCALE_BITS == 32:
+        scales = page + pages.scale_offset + row * pages.scale_stride
+        if ENTRY.float_scale:
             bits = tl.sum(tl.where(group == 0, scale_of_byte(byte).to(tl.int32, bitcast=True), 0), 0)
             part = tl.arange(0, 4)
             tl.store(scales + part, ((bits >> (8 * part)) & 0xFF).to(tl.uint8))
         else:
-            tl.store(scales + group, tl.where(group < count, byte, 0).to(tl.uint8), mask=group < SCALES)
+            tl.store(scales + group, tl.where(group < count, byte, 0).to(tl.uint8), mask=group < ENTRY.scales)
 
 
 @triton.jit
-def make_entry(
-    token, request, STATES, TABLE, POSITIONS, SLOTS, POOLED, WEIGHT, ANGLES, CACHE, eps,
-    num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse, state_page, state_stride,
-    num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset, scale_stride,
-    D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr, STATES_ALIGNED: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr,
-    FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, IN_ORDER: tl.constexpr,
-    ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
-):  # fmt: skip
-    """Make the entry that a token completes, or finish the one that is pooled, and store it."""
-    block: tl.constexpr = GROUPS * SIZE
-    position, slot = tl.load(POSITIONS + token), tl.load(SLOTS + token)
-    # [block], [block / 2]
-    dim, live = dims_at(tl.arange(0, block), D, ROPE, NOPE, GROUP, SIZE, IN_ORDER)
-    first, _ = dims_at(2 * tl.arange(0, block // 2), D, ROPE, NOPE, GROUP, SIZE, IN_ORDER)
-    turned = (first >= D - ROPE) & (first < D)
-    # these are on their way while the states are
-    angles = ANGLES + tl.minimum(tl.maximum(position - RATIO + 1, 0), num_positions - 1) * angle_stride
-    angles += (first - (D - ROPE)) // 2
-    cos = tl.load(angles, mask=turned, other=1.0)
-    sin = tl.load(angles + ROPE // 2, mask=turned, other=0.0)
-    weight = tl.load(WEIGHT + dim, mask=live, other=0.0).to(tl.float32)
-
-    if POOLED is not None:
-        x = tl.load(POOLED + token * D + dim, mask=live, other=0.0)
-    else:
-        x = pool(
-            position, request, STATES, TABLE, num_requests, num_columns, table_stride, state_blocks, state_size,
-            state_inverse, state_page, state_stride, dim, live, D, RATIO, OVERLAP, ROWS, LANES, 1, block,
-            STATES_ALIGNED,
-        )  # fmt: skip
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
-    even, odd = tl.split(tl.reshape(x, (block // 2, 2)))
-    turned_even, turned_odd = rotate(even, odd, cos, sin)
-    x = tl.join(tl.where(turned, turned_even, even), tl.where(turned, turned_odd, odd))
-    store_entry(
-        tl.reshape(x, (block,)), dim, live, CACHE, slot, block_size, page_stride, data_stride, scale_offset,
-        scale_stride, D, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, CODING, FNUZ, LARGEST, FLOOR, GROUPS, SIZE,
-        ALIGNED, EXACT_CASTS,
-    )  # fmt: skip
-
-
-@triton.jit
-def completing(
-    start, n, tokens, POSITIONS, SLOTS, REQUESTS, num_blocks, block_size, RATIO: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
+def completing(start, n, tokens, POSITIONS, SLOTS, REQUESTS, pages, RATIO: tl.constexpr, TOKENS: tl.constexpr):
     """(index, request, whether it completes an entry that has a slot), each [TOKENS], of the tokens of a program."""
     index = tl.arange(0, TOKENS)
     given = (index < tokens) & (start + index < n)
     slot = tl.load(SLOTS + start + index, mask=given, other=-1)
     position = tl.load(POSITIONS + start + index, mask=given, other=0)
     request = tl.load(REQUESTS + start + index, mask=given, other=-1)
-    stored = (slot >= 0) & (slot < num_blocks.to(tl.int64) * block_size)
+    stored = (slot >= 0) & (slot < pages.num_blocks.to(tl.int64) * pages.block_size)
     return index, request, stored & ((position + 1) % RATIO == 0)
 
 
 @stable_kernel
 def pool_kernel(
-    STATES,  # pages of fp32 rows: kv, then scores; `state_page` elements apart
-    TABLE,  # [num_requests, num_columns] int32, blocks of states
+    STATES,  # pages of fp32 rows: kv, then scores
+    TABLE,  # [requests, columns] int32, blocks of states
     REQUESTS,  # [n] int32
     POSITIONS,  # [n] int64
     SLOTS,  # [n] int64, of entries
-    POOLED,  # [n, D] fp32
-    n: tl.int32, tokens: tl.int32, num_requests: tl.int32, num_columns: tl.int32, table_stride: tl.int64,
-    state_blocks: tl.int32, state_size: tl.int32, state_inverse: tl.int64, state_page: tl.int64,
-    state_stride: tl.int64, num_blocks: tl.int32, block_size: tl.int32,
-    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    POOLED,  # [n, dim] fp32
+    n: tl.int32, tokens: tl.int32, table: TableNumbers, states: PageNumbers, inverse: tl.int64, pages: PageNumbers,
+    POOL: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (n / tokens * D / BLOCK,): each program pools BLOCK dims of the entries that its tokens complete.
+    """Grid: (n / tokens * dim / block,): each program pools POOL.block dims of the entries that its tokens complete.
 
     They are stored, before their norm, at the rows of POOLED of their tokens; no other row is written. `tokens` is at
-    most TOKENS.
+    most TOKENS. inverse: 2^48 / `states.block_size`, rounded up. pages: of entries.
     """
-    slices: tl.constexpr = cdiv(D, BLOCK)
+    slices: tl.constexpr = cdiv(POOL.dim, POOL.block)
     start = (tl.program_id(0) // slices).to(tl.int64) * tokens
-    dim = tl.program_id(0) % slices * BLOCK + tl.arange(0, BLOCK)
-    live = dim < D
-    index, request, completes = completing(
-        start, n, tokens, POSITIONS, SLOTS, REQUESTS, num_blocks, block_size, RATIO, TOKENS
-    )  # fmt: skip
+    dim = tl.program_id(0) % slices * POOL.block + tl.arange(0, POOL.block)
+    live = dim < POOL.dim
+    index, request, completes = completing(start, n, tokens, POSITIONS, SLOTS, REQUESTS, pages, POOL.ratio, TOKENS)
     found = tl.min(tl.where(completes, index, TOKENS), 0)
     while found < TOKENS:
         token = start + found
-        x = pool(
-            tl.load(POSITIONS + token), tl.sum(tl.where(index == found, request, 0), 0), STATES, TABLE, num_requests,
-            num_columns, table_stride, state_blocks, state_size, state_inverse, state_page, state_stride, dim, live,
-            D, RATIO, OVERLAP, ROWS, LANES, TILES, BLOCK, 1,
-        )  # fmt: skip
-        tl.store(POOLED + token * D + dim, x, mask=live)
+        own = tl.sum(tl.where(index == found, request, 0), 0)
+        x = pool(tl.load(POSITIONS + token), own, STATES, TABLE, table, states, inverse, dim, live, POOL)
+        tl.store(POOLED + token * POOL.dim + dim, x, mask=live)
         found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)
 
 
 @stable_kernel
 def compress_kernel(
-    STATES,  # pages of fp32 rows: kv, then scores; `state_page` elements apart
-    TABLE,  # [num_requests, num_columns] int32, blocks of states
+    STATES,  # pages of fp32 rows: kv, then scores
+    TABLE,  # [requests, columns] int32, blocks of states
     REQUESTS,  # [n] int32
     POSITIONS,  # [n] int64
     SLOTS,  # [n] int64, of CACHE
-    POOLED,  # [n, D] fp32 of `pool_kernel`, or None
-    WEIGHT,  # [D] bf16 or fp32
-    ANGLES,  # [num_positions, ROPE] fp32, cosines before sines
-    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where entries are plain rows
-    n: tl.int32, tokens: tl.int32, eps: tl.float32, num_requests: tl.int32, num_columns: tl.int32,
-    table_stride: tl.int64, state_blocks: tl.int32, state_size: tl.int32, state_inverse: tl.int64,
-    state_page: tl.int64, state_stride: tl.int64, num_positions: tl.int64, angle_stride: tl.int64,
-    num_blocks: tl.int32, block_size: tl.int32, page_stride: tl.int64, data_stride: tl.int64,
-    scale_offset: tl.int64, scale_stride: tl.int64,
-    D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr, STATES_ALIGNED: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, CODING: tl.constexpr,
-    FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, IN_ORDER: tl.constexpr,
-    TOKENS: tl.constexpr, ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    POOLED,  # [n, dim] fp32 of `pool_kernel`, or None
+    WEIGHT,  # [dim] bf16 or fp32
+    ANGLES,  # [num_positions, rope] fp32, cosines before sines
+    CACHE,  # pages: uint8, or bf16 or fp32 where entries are plain rows
+    n: tl.int32, tokens: tl.int32, eps: tl.float32, table: TableNumbers, states: PageNumbers, inverse: tl.int64,
+    num_positions: tl.int64, angle_stride: tl.int64, pages: PageNumbers,
+    POOL: tl.constexpr, ENTRY: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n / tokens,): each program makes the entries that its tokens complete, which are at most TOKENS.
 
-    With POOLED entries are normalised, rotated and stored, and no state is read. `tokens` is at most TOKENS.
-    CODE_BITS: 8 of e4m3, 4 of e2m1, 0 of plain rows. SCALES: scale bytes of a record. SCALE_BITS: 8 of an exponent, 32
-    of one fp32 scale. Of plain rows, NOPE and GROUP are D.
+    With POOLED entries are normalised, rotated and stored, and no state is read. `tokens` is at most TOKENS. Numbers
+    are those of `pool_kernel`. ENTRY: an `EntryForm`.
     """
     start = tl.program_id(0).to(tl.int64) * tokens
-    index, request, completes = completing(
-        start, n, tokens, POSITIONS, SLOTS, REQUESTS, num_blocks, block_size, RATIO, TOKENS
-    )  # fmt: skip
+    index, request, completes = completing(start, n, tokens, POSITIONS, SLOTS, REQUESTS, pages, POOL.ratio, TOKENS)
     found = tl.min(tl.where(completes, index, TOKENS), 0)
     while found < TOKENS:
-        make_entry(
-            start + found, tl.sum(tl.where(index == found, request, 0), 0), STATES, TABLE, POSITIONS, SLOTS, POOLED,
-            WEIGHT, ANGLES, CACHE, eps, num_requests, num_columns, table_stride, state_blocks, state_size,
-            state_inverse, state_page, state_stride, num_positions, angle_stride, block_size, page_stride, data_stride,
-            scale_offset, scale_stride, D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS,
-            SCALES, SCALE_BITS, CODING, FNUZ, LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
-        )  # fmt: skip
+        token = start + found
+        own = tl.sum(tl.where(index == found, request, 0), 0)
+        position, slot = tl.load(POSITIONS + token), tl.load(SLOTS + token)
+        # these are on their way while the states are
+        dim, live, turned, cos, sin = places_of(position, ANGLES, num_positions, angle_stride, ENTRY)
+        weight = tl.load(WEIGHT + dim, mask=live, other=0.0).to(tl.float32)
+        if POOLED is not None:
+            x = tl.load(POOLED + token * ENTRY.dim + dim, mask=live, other=0.0)
+        else:
+            x = pool(position, own, STATES, TABLE, table, states, inverse, dim, live, POOL)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / ENTRY.dim + eps) * weight
+        store_entry(x, dim, live, turned, cos, sin, CACHE, slot, pages, ENTRY)
         found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)
