@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm, WriterForm
+from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm, TableNumbers, WriterForm
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
@@ -28,6 +28,7 @@ __all__ = [
     "record_form",
     "row_alignments",
     "stored_dims",
+    "table_numbers",
     "writer_form",
 ]
 
@@ -108,6 +109,11 @@ def record_form(layout: KVCacheLayout, aligned: int) -> RecordForm:
 def page_numbers(cache: PagedKVCache, memory: CacheMemory) -> PageNumbers:
     """The numbers of a cache's pages for kernels that read them. memory: of the cache."""
     return PageNumbers(cache.num_blocks, cache.block_size, *memory.record_strides)
+
+
+def table_numbers(table: Tensor | None) -> TableNumbers:
+    """The numbers of a block table; zeros without one."""
+    return TableNumbers(0, 0, 0) if table is None else TableNumbers(*table.shape, table.stride(0))
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, int32
 
+from dsv4attn.backends._triton.cache.records import table_numbers
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.layer.index_logits import score_inside, score_maxima
@@ -91,7 +92,8 @@ def order(
         (tokens,),
         (
             candidates, token_map.visible_lens, table, token_map.token_to_req, blocks, counts, candidates.stride(0),
-            table.stride(0), blocks.stride(0), most, max_entries, *table.shape, cache.num_blocks, cache.block_size,
+            blocks.stride(0), most, max_entries, table_numbers(table), cache.num_blocks,
+            cache.block_size,
         ),
         {"SIZE": block_size, "N": blocks.shape[1] // 2},
         num_warps=WARPS,

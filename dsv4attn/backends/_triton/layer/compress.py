@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.cache.records import (
     page_numbers,
     record_alignments,
     row_alignments,
+    table_numbers,
     writer_form,
 )
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
@@ -162,8 +163,7 @@ def compress_norm_rope_store(
 
 def state_numbers(states: StatePages) -> tuple[TableNumbers, PageNumbers]:
     """Numbers of the block table, and of the pages, of states."""
-    table, cache = states.block_table, states.cache
-    return TableNumbers(*table.shape, table.stride(0)), page_numbers(cache, cache.memory)
+    return table_numbers(states.block_table), page_numbers(states.cache, states.cache.memory)
 
 
 def _inverse(states: StatePages) -> int:

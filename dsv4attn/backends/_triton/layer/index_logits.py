@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from math import inf
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -19,10 +18,18 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, table_numbers
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import (
+    INTERPRETED,
+    WIDE,
+    Constants,
+    architecture,
+    launch,
+    multiprocessors,
+)
 from dsv4attn.backends._triton.layer import select
+from dsv4attn.backends._triton.layer.index_forms import KeyNumbers, QueryStrides, ScoreForm
 from dsv4attn.backends._triton.layer.kernels_index_logits import (
     CODES,
     NATIVE,
@@ -31,7 +38,7 @@ from dsv4attn.backends._triton.layer.kernels_index_logits import (
     score_blocks_kernel,
     score_kernel,
 )
-from dsv4attn.backends._triton.sizes import cdiv
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -189,29 +196,19 @@ def score_inside(
     Bits of a token depend on no other.
     """
     tile, (tokens, width) = tiles_for(cache.layout, architecture()).one, scores.shape
-    keys, table, q = pages_of(cache, tile), token_map.block_table, query.scales
-    values, native = raw(query.values), multiplies_codes(cache.layout, architecture())
+    keys, table, values = pages_of(cache, tile), token_map.block_table, raw(query.values)
     splits = _splits(tile, tokens, width)
     launch(
         score_blocks_kernel,
         (tokens * splits,),
         (
-            values, q, query.weights, keys.tensor, table, token_map.token_to_req, token_map.visible_lens, blocks,
-            counts, scores, tokens, table.shape[0], max_entries, splits, values.stride(0), values.stride(1),
-            0 if q is None else q.stride(0), query.weights.stride(0), table.stride(0), table.shape[1], keys.num_blocks,
-            keys.page_size, *divider(keys.page_size), *keys.strides, blocks.stride(0), scores.stride(0),
+            values, query.scales, query.weights, keys.tensor, table, token_map.token_to_req, token_map.visible_lens,
+            blocks, counts, scores, tokens, max_entries, splits, query_strides(query),
+            table_numbers(table), keys.numbers, blocks.stride(0), scores.stride(0),
         ),
-        inside_constants(
-            cache.layout,
-            values.shape[1],
-            tile,
-            keys.aligned,
-            keys.stride,
-            alignment_of_rows(values),
-            native,
-            block_size,
-            blocks.shape[1] // 2,
-            cache.block_size % block_size == 0,
+        _inside_constants(
+            cache.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), architecture(),
+            block_size, blocks.shape[1] // 2, cache.block_size % block_size == 0,
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -255,7 +252,8 @@ def fp8_mqa_logits(
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     tile = tiles_for(layout, architecture()).many
     if logits.numel():
-        keys = _Keys(raw(rows), scales, layout, 0, 1, (0, rows.stride(0), 0, 1), dense_stride(layout, rows.stride(0)))
+        numbers = KeyNumbers(0, 1, 0, 0, 0, rows.stride(0), 0, 1)
+        keys = _Keys(raw(rows), scales, layout, numbers, dense_stride(layout, rows.stride(0)))
         seen = _Rows(cu_seqlen_ke, first=cu_seqlen_ks)
         _launch(IndexQuery(q, weights), keys, seen, logits, tile, rows.shape[0], fill=True)
     return logits
@@ -271,16 +269,13 @@ def _splits(tile: Tile, tokens: int, entries: int, runs: int = 1) -> int:
 class _Keys:
     """Index keys as arguments of the kernel.
 
-    strides: strides of pages and records, offset of the scales' region, and stride of scales.
     stride: stride of records if the records of a tile are contiguous, in one page. Otherwise 0.
     """
 
     tensor: Tensor
     scales: Tensor | None
     layout: KVCacheLayout
-    num_blocks: int
-    page_size: int
-    strides: tuple[int, int, int, int]
+    numbers: KeyNumbers
     stride: int
 
     __repr__ = fields_repr
@@ -289,7 +284,7 @@ class _Keys:
     def aligned(self) -> int:
         """Bytes that divide the address of every record: those of the widest access, or those of an element."""
         item = self.tensor.element_size()
-        step = self.tensor.data_ptr() | (self.strides[0] | self.strides[1]) * item
+        step = self.tensor.data_ptr() | (self.numbers.page_stride | self.numbers.data_stride) * item
         return WIDE if step % WIDE == 0 else item
 
 
@@ -322,7 +317,14 @@ def pages_of(cache: PagedKVCache, tile: Tile) -> _Keys:
     strides = cache.memory.record_strides
     whole = cache.block_size % min(tile.entries, PAGE) == 0
     stride = dense_stride(cache.layout, strides[1]) if whole else 0
-    return _Keys(cache.tensor, None, cache.layout, cache.num_blocks, cache.block_size, strides, stride)
+    numbers = KeyNumbers(cache.num_blocks, cache.block_size, *divider(cache.block_size), *strides)
+    return _Keys(cache.tensor, None, cache.layout, numbers, stride)
+
+
+def query_strides(query: IndexQuery) -> QueryStrides:
+    """Strides of queries as arguments of kernels."""
+    token, head, _ = query.values.stride()
+    return QueryStrides(token, head, 0 if query.scales is None else query.scales.stride(0), query.weights.stride(0))
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -344,80 +346,73 @@ def _launch(
     groups: int = 0,
     group: int = 0,
 ) -> None:
-    values, scales, table = raw(query.values), query.scales, rows.block_table
+    values, table = raw(query.values), rows.block_table
     tokens, splits = values.shape[0], _splits(tile, values.shape[0], entries, run)
-    requests, columns = (0, 0) if table is None else table.shape
     launch(
         score_kernel,
         (cdiv(tokens, tile.tokens) * splits,),
         (
-            values, scales, query.weights, keys.tensor, keys.scales, table, rows.token_to_req, rows.lens, rows.first,
-            out, maxima, tokens, requests, rows.tokens_per_req, entries, splits, run, groups, select.SPLIT_LENGTH,
-            values.stride(0),
-            values.stride(1), 0 if scales is None else scales.stride(0), query.weights.stride(0),
-            0 if table is None else table.stride(0), columns, keys.num_blocks, keys.page_size,
-            *divider(keys.page_size), *keys.strides, 0 if out is None else out.stride(0),
+            values, query.scales, query.weights, keys.tensor, keys.scales, table, rows.token_to_req, rows.lens,
+            rows.first, out, maxima, tokens, rows.tokens_per_req, entries, splits, run, groups, select.SPLIT_LENGTH,
+            query_strides(query), table_numbers(table), keys.numbers, 0 if out is None else out.stride(0),
             0 if maxima is None else maxima.stride(0),
         ),
-        constants_of(
-            keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), fill,
-            multiplies_codes(keys.layout, architecture()), group,
+        _constants(
+            keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), architecture(),
+            fill, group,
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
 
-@cache
-def constants_of(
-    layout: KVCacheLayout,
-    heads: int,
-    tile: Tile,
-    aligned: int,
-    stride: int,
-    q_aligned: int,
-    fill: bool,  # noqa: FBT001 - constants of a launch
-    native: bool,  # noqa: FBT001 - as above
-    group: int = 0,
-) -> dict[str, Any]:
+def form_of(
+    layout: KVCacheLayout, heads: int, tile: Tile, aligned: int, stride: int, q_aligned: int, arch: str
+) -> ScoreForm:
+    """The form of scores without maxima, of entries that tokens see. aligned, stride: of `_Keys`."""
+    native = multiplies_codes(layout, arch)
     kind = ROWS if not layout.is_quantised else NIBBLES if layout.fp8_format is None else NATIVE if native else CODES
     half = tl.float16 if layout.fp8_format else tl.bfloat16
-    return {
-        "ALIGNED": aligned,
-        "STRIDE": stride,
-        "Q_ALIGNED": q_aligned,
-        "TOKENS": tile.tokens,
-        "HEADS": heads,
-        "DIM": layout.head_dim,
-        "KIND": kind.value,
-        "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
-        "BLOCK": tile.entries,
-        "LANES": tile.entries // min(group, tile.entries) if group else min(LANES, tile.entries),
-        "FILL": fill,
-        "STAGES": tile.stages,
-        "ASM": native,
-        "DT": tl.float32 if INTERPRETED or layout.dtype == torch.float32 else half,
-        "GROUP": group,
-    }
+    dtype = tl.float32 if INTERPRETED or layout.dtype == torch.float32 else half
+    of_query = layout.fp8_format is Fp8Format.FNUZ, heads, max(next_power_of_2(heads), 16), layout.head_dim
+    alignments = aligned, q_aligned, stride
+    lanes, rest = min(LANES, tile.entries), (0, False, tile.stages, native)
+    return ScoreForm(kind.value, *of_query, tile.tokens, tile.entries, dtype, *alignments, lanes, *rest)
 
 
 @cache
-def inside_constants(
+def _constants(
     layout: KVCacheLayout,
     heads: int,
     tile: Tile,
     aligned: int,
     stride: int,
     q_aligned: int,
-    native: bool,  # noqa: FBT001 - constants of a launch
+    arch: str,
+    fill: bool,  # noqa: FBT001 - constants of a launch
+    group: int,
+) -> Constants:
+    form = form_of(layout, heads, tile, aligned, stride, q_aligned, arch)
+    lanes = tile.entries // min(group, tile.entries) if group else form.lanes
+    return Constants({"FORM": form._replace(lanes=lanes, group=group, fill=fill)})
+
+
+@cache
+def _inside_constants(
+    layout: KVCacheLayout,
+    heads: int,
+    tile: Tile,
+    aligned: int,
+    stride: int,
+    q_aligned: int,
+    arch: str,
     block_size: int,
     places: int,
-    whole: bool,  # noqa: FBT001 - as above
-) -> dict[str, Any]:
+    whole: bool,  # noqa: FBT001 - constants of a launch
+) -> Constants:
     """Constants of `score_blocks_kernel`. places: N. whole: whether pages have whole blocks."""
-    shared = constants_of(layout, heads, tile, aligned, stride, q_aligned, False, native)
-    kept = {name: value for name, value in shared.items() if name not in {"TOKENS", "LANES", "FILL", "GROUP"}}
-    return {**kept, "SIZE": block_size, "N": places, "WHOLE": whole}
+    form = form_of(layout, heads, tile, aligned, stride, q_aligned, arch)
+    return Constants({"FORM": form, "SIZE": block_size, "N": places, "WHOLE": whole})
 
 
 @recorded

@@ -8,19 +8,17 @@ it.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, table_numbers
+from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.index_logits import (
     Tile,
-    constants_of,
-    multiplies_codes,
+    form_of,
     pages_of,
+    query_strides,
     raw,
     tiles_for,
 )
@@ -77,13 +75,12 @@ def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Ten
         (programs,),
         (
             values, scales, query.weights, keys.tensor, table, token_map.token_to_req, token_map.visible_lens, lists,
-            out, tokens, table.shape[0], max_entries, topk, slack_of(topk), values.stride(0), values.stride(1),
-            0 if scales is None else scales.stride(0), query.weights.stride(0), table.stride(0), table.shape[1],
-            keys.num_blocks, keys.page_size, *divider(keys.page_size), *keys.strides, out.stride(0),
+            out, tokens, max_entries, topk, slack_of(topk), query_strides(query),
+            table_numbers(table), keys.numbers, out.stride(0),
         ),
         _constants(
             cache.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), capacity,
-            multiplies_codes(cache.layout, architecture()),
+            architecture(),
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -99,10 +96,7 @@ def _constants(
     stride: int,
     q_aligned: int,
     capacity: int,
-    native: bool,  # noqa: FBT001 - constants of a launch
-) -> dict[str, Any]:
-    shared = constants_of(layout, heads, tile, aligned, stride, q_aligned, False, native)
-    return {name: value for name, value in shared.items() if name not in {"LANES", "FILL"}} | {
-        "SIZE": capacity,
-        "PART": min(PART, capacity),
-    }
+    arch: str,
+) -> Constants:
+    form = form_of(layout, heads, tile, aligned, stride, q_aligned, arch)
+    return Constants({"FORM": form, "SIZE": capacity, "PART": min(PART, capacity)})

@@ -10,13 +10,14 @@ from functools import cache as cached
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.cache.forms import PageNumbers, TableNumbers
+from dsv4attn.backends._triton.cache.forms import PageNumbers
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
     page_numbers,
     record_alignments,
     row_alignments,
+    table_numbers,
 )
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, launch
@@ -34,7 +35,7 @@ MOST = 8
 """Tokens of a window that a program holds."""
 WARP_DIMS = 512
 """Dims of a row that a warp holds: 16 a thread."""
-_NO_TABLE, _NO_PAGES = TableNumbers(0, 0, 0), PageNumbers(0, 0, 0, 0, 0, 0)
+_NOTHING = table_numbers(None), PageNumbers(0, 0, 0, 0, 0, 0)
 
 
 def compress_latents(
@@ -53,7 +54,7 @@ def compress_latents(
     count, dim = kv.shape
     out = kv.new_empty(count, dim, dtype=torch.bfloat16)
     rows, records, score_stride, pages, table = alignment_of_rows(kv), WIDE, 0, None, None
-    numbers = (_NO_TABLE, _NO_PAGES) if states is None else state_numbers(states)
+    numbers = _NOTHING if states is None else state_numbers(states)
     if score is not None and states is not None:
         pages, table, score_stride = states.cache.tensor, states.block_table, score.stride(0)
         check_strides(score=score, block_table=table)

@@ -112,7 +112,7 @@ def of_few_rows(arch: str) -> Iterator[Variant]:
 def selection(arch: str) -> Iterator[Variant]:
     """Scores with maxima, of pages of any size, and the selection of 512 entries in rows that do not fit registers."""
     for variant in index_logits.variants(KVCacheLayout.index_fp8(), 64, arch=arch):
-        if dict(variant.constants)["STRIDE"] == 0 and dict(variant.types)["MAXIMA"] != "none":
+        if dict(variant.constants)["FORM"].stride == 0 and dict(variant.types)["MAXIMA"] != "none":
             yield variant
     for variant in select.variants(512, 2**18, arch=arch):
         if dict(variant.constants).get("LONG"):
