@@ -177,7 +177,9 @@ def store_entry(x, dim, live, turned, cos, sin, CACHE, slot, pages, ENTRY: tl.co
     GROUPS: tl.constexpr = ENTRY.groups
     SIZE: tl.constexpr = ENTRY.size
     NOPE: tl.constexpr = ENTRY.nope
-    ALIGNED: tl.constexpr = ENTRY.writer.aligned
+    # Triton 3.6 takes no field of a constant for a constant of a function if that is a tuple, nor as an alignment
+    WRITER: tl.constexpr = ENTRY.writer
+    ALIGNED: tl.constexpr = WRITER.aligned
     even, odd = tl.split(tl.reshape(x, (GROUPS * SIZE // 2, 2)))
     turned_even, turned_odd = rotate(even, odd, cos, sin)
     x = tl.reshape(tl.join(tl.where(turned, turned_even, even), tl.where(turned, turned_odd, odd)), (GROUPS * SIZE,))
@@ -185,14 +187,14 @@ def store_entry(x, dim, live, turned, cos, sin, CACHE, slot, pages, ENTRY: tl.co
     page = CACHE + slot // pages.block_size * pages.page_stride
     record = tl.multiple_of(page + row * pages.data_stride, ALIGNED)
     if ENTRY.scales == 0:
-        tl.store(record + dim, round_to(x, CACHE.dtype.element_ty, ENTRY.writer.exact_casts), mask=live)
+        tl.store(record + dim, round_to(x, CACHE.dtype.element_ty, WRITER.exact_casts), mask=live)
     else:
         count: tl.constexpr = cdiv(NOPE, ENTRY.group)
-        rounded = round_to(x, tl.bfloat16, ENTRY.writer.exact_casts)
+        rounded = round_to(x, tl.bfloat16, WRITER.exact_casts)
         # [GROUPS, SIZE], [GROUPS]
         values, group = tl.reshape(rounded.to(tl.float32), (GROUPS, SIZE)), tl.arange(0, GROUPS)
-        codes, byte = encode(values, ENTRY.writer)
-        if ENTRY.writer.coding == FP8:
+        codes, byte = encode(values, WRITER)
+        if WRITER.coding == FP8:
             codes = tl.reshape(codes, (GROUPS * SIZE,))
             tl.store(record + dim, codes.to(tl.uint8), mask=live & (dim < NOPE))
         else:
@@ -201,7 +203,7 @@ def store_entry(x, dim, live, turned, cos, sin, CACHE, slot, pages, ENTRY: tl.co
             tl.store(record + at, packed.to(tl.uint8), mask=at < NOPE // 2)
         if ENTRY.dim > NOPE:
             # the bf16 values begin right after the codes
-            tail = (record + (NOPE if ENTRY.writer.coding == FP8 else NOPE // 2)).to(tl.pointer_type(tl.bfloat16))
+            tail = (record + (NOPE if WRITER.coding == FP8 else NOPE // 2)).to(tl.pointer_type(tl.bfloat16))
             tl.store(tail + (dim - NOPE), rounded, mask=live & (dim >= NOPE))
         scales = page + pages.scale_offset + row * pages.scale_stride
         if ENTRY.float_scale:

@@ -45,7 +45,7 @@ def streams(arch: str) -> Iterator[Variant]:
     tuning, mixes = tuning_for(arch), []
     for variant in hyper_connections.variants(4, 7168, BF16, BF16, arch=arch):
         constants = dict(variant.constants)
-        tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused="OUT_ALIGNED" in constants)
+        tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused=dict(variant.types).get("X") not in (None, "none"))
         if {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "MIXES": 24}.items() <= constants.items():
             yield variant
         if dict(variant.types).get("NORM") == "*bf16":

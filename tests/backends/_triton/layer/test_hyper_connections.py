@@ -457,7 +457,7 @@ def test_warm_up_foresees_every_variant_that_is_launched(
                 launched = launched_variants(call, deterministic=deterministic)
                 foreseen = foreseen_variants(call, aligned=aligned, deterministic=deterministic)
 
-            assert len({variant.name for variant in launched}) == 4
+            assert {variant.name for variant in launched} == {"products_kernel", "post_kernel", "mix_kernel"}
             assert launched <= foreseen
 
 
