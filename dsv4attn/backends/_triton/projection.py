@@ -21,7 +21,7 @@ from dsv4attn.backends._triton.kernels_projection import project_kernel, project
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer import few_rows, products
+from dsv4attn.backends._triton.layer.projections import few_rows, products
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.support import ONE_ORDER
 

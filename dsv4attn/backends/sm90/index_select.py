@@ -1,6 +1,6 @@
 """Scores and selection in one launch on Hopper: the launcher of `kernels_index_select`.
 
-Where kernels are interpreted, the shared kernel `_triton.layer.index_select` stands for it.
+Where kernels are interpreted, the shared kernel `_triton.layer.indexer.scored` stands for it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, multiprocessors
-from dsv4attn.backends._triton.layer import index_select as interpreted
-from dsv4attn.backends._triton.layer.index_select import capacity_of, slack_of
-from dsv4attn.backends._triton.layer.scratch import buffer
+from dsv4attn.backends._triton.layer.indexer import scored as interpreted
+from dsv4attn.backends._triton.layer.indexer.scored import capacity_of, slack_of
+from dsv4attn.backends._triton.layer.selection.scratch import buffer
 from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap

@@ -13,8 +13,8 @@ from torch import Tensor
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import few_rows, products
-from dsv4attn.backends._triton.layer.products import Tile
+from dsv4attn.backends._triton.layer.projections import few_rows, products
+from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, draw, each_dtype, seeded, strided
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, observed
-from dsv4attn.backends._triton.layer import hyper_connections_tuning as hc_tuning
+from dsv4attn.backends._triton.layer.hyper_connections import tuning as hc_tuning
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.backends.sm90 import hyper_connections
 from dsv4attn.backends.sm90.launch import Sm90Backend

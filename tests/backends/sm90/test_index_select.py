@@ -1,6 +1,6 @@
 """Scores and selection in one launch on Hopper: when it serves, and next to two steps on the same inputs.
 
-Where kernels are interpreted, the shared kernel of `_triton.layer.index_select` stands for Hopper's.
+Where kernels are interpreted, the shared kernel of `_triton.layer.indexer.scored` stands for Hopper's.
 """
 
 from __future__ import annotations

@@ -10,20 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture
-from dsv4attn.backends._triton.layer import (
-    compress,
-    few_rows,
-    hyper_connections,
-    index_logits,
-    index_query,
-    latents,
-    norms,
-    products,
-    ranks,
-    scratch,
-    select,
-)
-from dsv4attn.backends._triton.layer.candidates import select_blocks, select_inside
+from dsv4attn.backends._triton.layer.compressor import latents
+from dsv4attn.backends._triton.layer.compressor import launch as compress
+from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.indexer import query as index_query
+from dsv4attn.backends._triton.layer.indexer.candidates import select_blocks, select_inside
+from dsv4attn.backends._triton.layer.projections import few_rows, norms, products
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends._triton.layer.selection import ranks, scratch
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract.layer_ops import CodedProducts, LayerOps

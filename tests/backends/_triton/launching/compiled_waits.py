@@ -21,7 +21,8 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense
 from dsv4attn.backends._triton.launching.recorded import meta_cache
-from dsv4attn.backends._triton.layer import hyper_connections, output
+from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
+from dsv4attn.backends._triton.layer.projections import output
 from dsv4attn.backends._triton.tuning import HOPPER
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry

@@ -16,20 +16,16 @@ from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.compiling.aot import compile_near
 from dsv4attn.backends._triton.compiling.targets import Target
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.layer import (
-    candidates,
-    compress,
-    few_rows,
-    hyper_connections,
-    index_logits,
-    index_query,
-    latents,
-    output,
-    products,
-    ranks,
-    select,
-)
-from dsv4attn.backends._triton.layer.hyper_connections_tuning import FEW, tile_of, tuning_for
+from dsv4attn.backends._triton.layer.compressor import latents
+from dsv4attn.backends._triton.layer.compressor import launch as compress
+from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
+from dsv4attn.backends._triton.layer.hyper_connections.tuning import FEW, tile_of, tuning_for
+from dsv4attn.backends._triton.layer.indexer import candidates
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.indexer import query as index_query
+from dsv4attn.backends._triton.layer.projections import few_rows, output, products
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends._triton.layer.selection import ranks
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 
 __all__ = ["CASES"]

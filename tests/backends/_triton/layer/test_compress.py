@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import compress
+from dsv4attn.backends._triton.layer.compressor import launch as compress
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache

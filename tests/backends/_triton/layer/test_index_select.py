@@ -20,8 +20,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import index_logits, index_select, kernels_index_select, kernels_lists, select
-from dsv4attn.backends._triton.layer.index_query import indexer_q_rope_quant
+from dsv4attn.backends._triton.layer.indexer import kernels_scored as kernels_index_select
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.indexer import scored as index_select
+from dsv4attn.backends._triton.layer.indexer.query import indexer_q_rope_quant
+from dsv4attn.backends._triton.layer.selection import kernels_lists
+from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -207,7 +211,7 @@ def planted(file: ModuleType, right: str, wrong: str, folder: Path) -> ModuleTyp
     assert texts[name].count(right) == 1, f"the kernels no longer say {right!r} once"
     texts[name] = texts[name].replace(right, wrong)
     lists = import_text(folder / f"planted_lists_{folder.name}.py", texts["kernels_lists"])
-    kernels = import_text(folder / f"planted_kernels_{folder.name}.py", texts["kernels_index_select"])
+    kernels = import_text(folder / f"planted_kernels_{folder.name}.py", texts["kernels_scored"])
     for function in ("make_space", "choose_listed"):
         setattr(kernels, function, getattr(lists, function))
     copy = import_text(folder / f"planted_{folder.name}.py", inspect.getsource(index_select))
@@ -215,4 +219,4 @@ def planted(file: ModuleType, right: str, wrong: str, folder: Path) -> ModuleTyp
     return copy
 
 
-KERNELS = {"kernels_lists": kernels_lists, "kernels_index_select": kernels_index_select}
+KERNELS = {"kernels_lists": kernels_lists, "kernels_scored": kernels_index_select}

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.cache.forms import PageNumbers, TableNumbers
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_compress import places_of, store_entry
+from dsv4attn.backends._triton.layer.compressor.kernels import places_of, store_entry
 from dsv4attn.backends._triton.numerics import round_to
 from dsv4attn.backends._triton.sizes import next_power_of_2
 

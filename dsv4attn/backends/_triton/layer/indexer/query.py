@@ -1,6 +1,6 @@
 """The op that makes the indexer's queries: rotated, quantised as their keys are, with all factors in the weights.
 
-This file launches `kernels_index_query`. Bits of a head depend on nothing but that head.
+This file launches `kernels_query`. Bits of a head depend on nothing but that head.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_form
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch
-from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kernel
+from dsv4attn.backends._triton.layer.indexer.kernels_query import index_query_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout

@@ -21,7 +21,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_align
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
+from dsv4attn.backends._triton.layer.projections.kernels_output import project_codes_kernel, quantize_output_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS, ONE_ORDER
 from dsv4attn.core.cache.layout import Fp8Format

@@ -19,8 +19,8 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
-from dsv4attn.backends._triton.layer.kernels_few_rows import few_rows_kernel
-from dsv4attn.backends._triton.layer.products import GROUP, UNIT
+from dsv4attn.backends._triton.layer.projections.kernels_few_rows import few_rows_kernel
+from dsv4attn.backends._triton.layer.projections.products import GROUP, UNIT
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.model.weight_scales import factors_of

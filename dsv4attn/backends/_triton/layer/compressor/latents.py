@@ -21,8 +21,8 @@ from dsv4attn.backends._triton.cache.records import (
 )
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, launch
-from dsv4attn.backends._triton.layer.compress import entry_form, state_numbers
-from dsv4attn.backends._triton.layer.kernels_latents import latent_kernel, ring_kernel, store_kernel
+from dsv4attn.backends._triton.layer.compressor.kernels_latents import latent_kernel, ring_kernel, store_kernel
+from dsv4attn.backends._triton.layer.compressor.launch import entry_form, state_numbers
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.torch_modes import without_modes

@@ -7,10 +7,10 @@ from torch import Tensor, int32
 from dsv4attn.backends._triton.cache.records import table_numbers
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch
-from dsv4attn.backends._triton.layer.index_logits import score_inside, score_maxima
-from dsv4attn.backends._triton.layer.kernels_index_logits import order_kernel
-from dsv4attn.backends._triton.layer.scratch import parts
-from dsv4attn.backends._triton.layer.select import plan_in_parts, select
+from dsv4attn.backends._triton.layer.indexer.kernels import order_kernel
+from dsv4attn.backends._triton.layer.indexer.launch import score_inside, score_maxima
+from dsv4attn.backends._triton.layer.selection.launch import plan_in_parts, select
+from dsv4attn.backends._triton.layer.selection.scratch import parts
 from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -34,7 +34,7 @@ def select_blocks(
 ) -> None:
     """Write the numbers of the blocks with the largest scores of each token to out [T, N] int32, ascending, then -1.
 
-    exact_rows: see `index_logits.score`. Other arguments are those of the op. Scores of single entries are not stored.
+    exact_rows: see `launch.score`. Other arguments are those of the op. Scores of single entries are not stored.
     """
     blocks = -(-max_entries // block_size)
     plan = plan_in_parts(out, blocks, out.shape[1])

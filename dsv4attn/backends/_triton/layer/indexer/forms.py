@@ -12,13 +12,13 @@ __all__ = ["KeyNumbers", "QueryStrides", "ScoreForm"]
 class ScoreForm(NamedTuple):
     """What scores of index keys compile to.
 
-    kind: of keys and queries: NATIVE, CODES, NIBBLES or ROWS of `kernels_index_logits`. fnuz: of e4m3 codes.
+    kind: of keys and queries: NATIVE, CODES, NIBBLES or ROWS of `kernels`. fnuz: of e4m3 codes.
     heads, dim: of a query. padded: heads of a product, a power of two and at least 16.
     tokens, block: tokens and keys of a tile.
     dtype: of operands that are decoded.
     aligned, q_aligned: bytes that divide the address of every record, and of every head of a query.
     stride: of records, if those of a tile are contiguous and in one page; or 0.
-    lanes: maxima of a token and a run of tiles. group: see `kernels_index_logits.store_maxima`.
+    lanes: maxima of a token and a run of tiles. group: see `kernels.store_maxima`.
     fill: whether entries that a token does not see are written too, as -inf.
     stages: of the pipeline. assembly: whether there may be instructions of NVIDIA's.
     """

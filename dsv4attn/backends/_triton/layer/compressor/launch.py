@@ -1,6 +1,6 @@
 """Steps of the compressor: states of tokens to their slots, entries from the states of their window.
 
-This file launches `kernels_compress`. Bits of a state and of an entry depend on their own tokens alone.
+This file launches `kernels`. Bits of a state and of an entry depend on their own tokens alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dsv4attn.backends._triton.cache.records import (
 )
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch
-from dsv4attn.backends._triton.layer.compressor_forms import EntryForm, PoolForm
-from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, pool_kernel, save_kernel
+from dsv4attn.backends._triton.layer.compressor.forms import EntryForm, PoolForm
+from dsv4attn.backends._triton.layer.compressor.kernels import compress_kernel, pool_kernel, save_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides

@@ -1,4 +1,4 @@
-"""Selection of the largest scores of each row: the launcher of `kernels_select`, with tiles by K and length.
+"""Selection of the largest scores of each row: the launcher of `kernels`, with tiles by K and length.
 
 A row is selected by one program. Where rows are few and long, several programs list what may be selected before.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel
-from dsv4attn.backends._triton.layer.scratch import rows_at_once
+from dsv4attn.backends._triton.layer.selection.kernels import choose_kernel, list_kernel
+from dsv4attn.backends._triton.layer.selection.scratch import rows_at_once
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.ownership import Ownership
 

@@ -1,4 +1,4 @@
-"""Scores of index keys: the launcher of `kernels_index_logits`.
+"""Scores of index keys: the launcher of `kernels`.
 
 Tiles depend on the architecture and on the number of tokens of a request.
 
@@ -28,9 +28,8 @@ from dsv4attn.backends._triton.launching.runtime import (
     launch,
     multiprocessors,
 )
-from dsv4attn.backends._triton.layer import select
-from dsv4attn.backends._triton.layer.index_forms import KeyNumbers, QueryStrides, ScoreForm
-from dsv4attn.backends._triton.layer.kernels_index_logits import (
+from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides, ScoreForm
+from dsv4attn.backends._triton.layer.indexer.kernels import (
     CODES,
     NATIVE,
     NIBBLES,
@@ -38,6 +37,7 @@ from dsv4attn.backends._triton.layer.kernels_index_logits import (
     score_blocks_kernel,
     score_kernel,
 )
+from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED

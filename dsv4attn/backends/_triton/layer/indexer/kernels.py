@@ -14,8 +14,8 @@ import triton.language as tl
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.cache.forms import TableNumbers
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.index_forms import KeyNumbers, QueryStrides
-from dsv4attn.backends._triton.layer.kernels_select import power_of
+from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides
+from dsv4attn.backends._triton.layer.selection.kernels import power_of
 from dsv4attn.backends._triton.numerics import scale_of_byte
 from dsv4attn.backends._triton.sizes import next_power_of_2
 

@@ -1,4 +1,4 @@
-"""Scores and selection in one launch: the launcher of `kernels_index_select`, for Triton's interpreter.
+"""Scores and selection in one launch: the launcher of `kernels_scored`, for Triton's interpreter.
 
 Backends whose hardware has a kernel of its own for this, which the interpreter cannot run, take this one there. It is
 slower than two steps on an H100 (1.1 to 0.6 times as fast), and does not compile for every target, so no device takes
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, table_numbers
 from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.index_logits import (
+from dsv4attn.backends._triton.layer.indexer.kernels_scored import select_kernel
+from dsv4attn.backends._triton.layer.indexer.launch import (
     Tile,
     form_of,
     pages_of,
@@ -22,9 +23,8 @@ from dsv4attn.backends._triton.layer.index_logits import (
     raw,
     tiles_for,
 )
-from dsv4attn.backends._triton.layer.kernels_index_select import select_kernel
-from dsv4attn.backends._triton.layer.scratch import buffer
-from dsv4attn.backends._triton.layer.select import MOST
+from dsv4attn.backends._triton.layer.selection.launch import MOST
+from dsv4attn.backends._triton.layer.selection.scratch import buffer
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
@@ -59,8 +59,7 @@ def _programs(tile: Tile, tokens: int) -> int:
 def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Tensor, max_entries: int) -> None:
     """Write the K entries with the largest scores of each token to out [T, K] int32, ascending, then -1.
 
-    The rule is that of `layer.select.select`, and K at most its MOST. There must be blocks, and a block table that is
-    not empty.
+    The rule is that of `selection.launch.select`, and K at most its MOST. There must be blocks, and a table with some.
     """
     (tokens, topk), table = out.shape, token_map.block_table
     assert topk <= MOST

@@ -21,7 +21,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.kernels_products import described_product_kernel, product_kernel
+from dsv4attn.backends._triton.layer.projections.kernels_products import described_product_kernel, product_kernel
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes

@@ -1,7 +1,7 @@
 """Lists of entries that may be selected, for kernels that score and select in one: compacted, and chosen from.
 
 A member is an int64: its score, which is fp32, in the high half, and its entry in the low one. Members are in ascending
-order of their entries. Keys are those of `kernels_select`. These are functions of plain Triton that Gluon calls too, so
+order of their entries. Keys are those of `kernels`. These are functions of plain Triton that Gluon calls too, so
 vectors come from the caller, which alone knows their layout.
 """
 
@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.layer.kernels_select import ABSENT, INFINITE, LOWEST, append, keys_of, narrowed, ordered
+from dsv4attn.backends._triton.layer.selection.kernels import (
+    ABSENT,
+    INFINITE,
+    LOWEST,
+    append,
+    keys_of,
+    narrowed,
+    ordered,
+)
 
 
 @triton.jit
@@ -23,7 +31,7 @@ def score_of(key):
 
 @triton.jit
 def kth_largest(keys, listed, wanted, slack):
-    """As `kernels_select.kth_largest` of the keys of `listed` scores, with another probe.
+    """As `kernels.kth_largest` of the keys of `listed` scores, with another probe.
 
     It is where the wanted key is if scores, not keys, are spread evenly. Of scores on both sides of zero that takes
     half of the steps.

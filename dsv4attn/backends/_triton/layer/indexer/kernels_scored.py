@@ -3,7 +3,7 @@
 A program has a few tokens, and scores all entries that these see, tile by tile in ascending order. Each token has a
 list of what may be selected. A list that a tile may overflow is compacted, see `kernels_lists.compact`: what stays
 includes K members that reach a bound, and entries of later tiles have higher numbers, so they are listed only if they
-are above the bound. At the end K are chosen from the list, as `kernels_select` chooses among scores.
+are above the bound. At the end K are chosen from the list, as `selection.kernels` chooses among scores.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,9 +15,9 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.cache.forms import TableNumbers
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.index_forms import KeyNumbers, QueryStrides
-from dsv4attn.backends._triton.layer.kernels_index_logits import load_query, scores_of_tile, uniform
-from dsv4attn.backends._triton.layer.kernels_lists import choose_listed, make_space, member_of
+from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides
+from dsv4attn.backends._triton.layer.indexer.kernels import load_query, scores_of_tile, uniform
+from dsv4attn.backends._triton.layer.selection.kernels_lists import choose_listed, make_space, member_of
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Hyper-connections: the launchers of `kernels_hyper_connections`, with tiles by the number of tokens.
+"""Hyper-connections: the launchers of `kernels`, with tiles by the number of tokens.
 
 `mhc_pre`, `mhc_fused_post_pre`, their delayed forms and `hc_head` take two launches for each chunk of tokens. The first
 launch makes the products of the streams with the mixes. The second launch mixes the streams, which then are in the
@@ -19,7 +19,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens, row_alignments
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
+from dsv4attn.backends._triton.layer.hyper_connections.kernels import mix_kernel, post_kernel, products_kernel
+from dsv4attn.backends._triton.layer.hyper_connections.tuning import (
     FEW,
     Tile,
     Tuning,
@@ -34,7 +35,6 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     tuning_for,
     uses_factors,
 )
-from dsv4attn.backends._triton.layer.kernels_hyper_connections import mix_kernel, post_kernel, products_kernel
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
