@@ -1,8 +1,7 @@
-"""Scores and selection in one launch: the launcher of `kernels_scored`, for Triton's interpreter.
+"""Scores and selection in one launch: the launcher of `kernels_scored`.
 
-Backends whose hardware has a kernel of its own for this, which the interpreter cannot run, take this one there. It is
-slower than two steps on an H100 (1.1 to 0.6 times as fast), and does not compile for every target, so no device takes
-it.
+It stands for Hopper's own kernel, which the interpreter cannot run. On an H100 it is slower than two steps (1.1 to 0.6
+times as fast), and it does not compile for every target, so the package does not have it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, table_numbers
 from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.indexer.kernels_scored import select_kernel
 from dsv4attn.backends._triton.layer.indexer.launch import (
     Tile,
     form_of,
@@ -28,6 +26,7 @@ from dsv4attn.backends._triton.layer.selection.scratch import buffer
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
+from tests.backends._triton.layer.kernels_scored import select_kernel
 
 __all__ = ["capacity_of", "select", "slack_of"]
 
