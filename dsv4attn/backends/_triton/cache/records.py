@@ -23,6 +23,7 @@ __all__ = [
     "alignment_of_records",
     "alignment_of_rows",
     "alignment_of_tokens",
+    "float_bits",
     "page_numbers",
     "record_alignments",
     "record_form",
@@ -93,7 +94,7 @@ def alignment_of_tokens(*tensors: Tensor) -> int:
     return alignment_of_rows(*tensors) if apart else 1
 
 
-def _bits(x: float) -> int:
+def float_bits(x: float) -> int:
     """Bits of a positive number in fp32, which are ordered like the numbers."""
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
@@ -127,8 +128,6 @@ def writer_form(layout: KVCacheLayout, aligned: int) -> WriterForm:
         hint = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
         raise ArgumentError("cache layout", expected=expected, actual=f"{layout.fingerprint}, rounds_to_fp4", hint=hint)
     _, _, _, group, coding, fnuz, exact_casts = record_form(layout, aligned)
-    dims, bounds = (
-        (layout.nope_dim, layout.rope_dim, layout.coded_dims),
-        map(_bits, (layout.fp8_max, layout.amax_floor)),
-    )
+    dims = layout.nope_dim, layout.rope_dim, layout.coded_dims
+    bounds = float_bits(layout.fp8_max), float_bits(layout.amax_floor)
     return WriterForm(aligned, *dims, group, coding, fnuz, *bounds, exact_casts)

@@ -26,6 +26,7 @@ from dsv4attn.backends._triton.layer.compressor.launch import entry_form, state_
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops import latents as torch_latents
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.core.torch_ops.latents import check_ring
 
@@ -38,6 +39,7 @@ WARP_DIMS = 512
 _NOTHING = table_numbers(None), PageNumbers(0, 0, 0, 0, 0, 0)
 
 
+@without_modes
 def compress_latents(
     kv: Tensor,
     score: Tensor | None,
@@ -47,8 +49,14 @@ def compress_latents(
     eps: float,
     ratio: int,
     states: StatePages | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
-    """See `torch_ops.latents`; ratio is at most MOST."""
+    """See `torch_ops.latents`, which pools windows of more than MOST tokens. deterministic: of that op."""
+    if ratio > MOST:
+        return torch_latents.compress_latents(
+            kv, score, positions, token_to_req, norm_weight, eps, ratio, states, deterministic=deterministic
+        )
     check_ring(ratio, score, states, tokens=kv.shape[0])
     check_strides(kv=kv, positions=positions, token_to_req=token_to_req, norm_weight=norm_weight)
     count, dim = kv.shape

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from math import inf
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -147,11 +148,11 @@ def score(
     Returns entries of a run, and 0; or the least entries of a run, and how many tokens have runs of the same length.
     """
     tile = _tile_of(cache, token_map, exact_rows=exact_rows)
-    rows = _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req)
     groups = maxima.shape[1] - LANES if by_length and maxima is not None else 0
     _launch(
-        query, pages_of(cache, tile), rows, scores, tile, scores.shape[1],
-        maxima=maxima, run=1 if groups else max(run // tile.entries, 1), groups=groups, fill=False,
+        query, pages_of(cache, tile), token_map.block_table, token_map.visible_lens, scores, tile, scores.shape[1],
+        token_to_req=token_map.token_to_req, maxima=maxima, run=1 if groups else max(run // tile.entries, 1),
+        groups=groups,
     )  # fmt: skip
     return (tile.entries, tile.tokens) if groups else (run, 0)
 
@@ -172,11 +173,9 @@ def score_maxima(
     entries of a block, a power of two. Other arguments are those of `score`.
     """
     tile = _tile_of(cache, token_map, exact_rows=exact_rows)
-    rows = _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req)
-    runs = max(block_size // tile.entries, 1)
     _launch(
-        query, pages_of(cache, tile), rows, None, tile, max_entries,
-        maxima=maxima, run=runs, group=block_size, fill=False,
+        query, pages_of(cache, tile), token_map.block_table, token_map.visible_lens, None, tile, max_entries,
+        token_to_req=token_map.token_to_req, maxima=maxima, run=max(block_size // tile.entries, 1), group=block_size,
     )  # fmt: skip
 
 
@@ -207,8 +206,7 @@ def score_inside(
             table_numbers(table), keys.numbers, blocks.stride(0), scores.stride(0),
         ),
         _inside_constants(
-            cache.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), architecture(),
-            block_size, blocks.shape[1] // 2, cache.block_size % block_size == 0,
+            _facts(keys, values, tile), block_size, blocks.shape[1] // 2, whole=cache.block_size % block_size == 0
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -237,8 +235,10 @@ def fp8_paged_mqa_logits(
     if not (logits.numel() and block_tables.numel() and cache.num_blocks):
         return logits.fill_(-inf)
     tile = tiles_for(cache.layout, architecture()).of(tokens_per_req)
-    rows = _Rows(lens.reshape(-1).contiguous(), block_tables, tokens_per_req=tokens_per_req)
-    _launch(IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile), rows, logits, tile, max_model_len, fill=True)
+    _launch(
+        IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile), block_tables, lens.reshape(-1).contiguous(),
+        logits, tile, max_model_len, tokens_per_req=tokens_per_req, fill=True,
+    )  # fmt: skip
     return logits
 
 
@@ -254,8 +254,8 @@ def fp8_mqa_logits(
     if logits.numel():
         numbers = KeyNumbers(0, 1, 0, 0, 0, rows.stride(0), 0, 1)
         keys = _Keys(raw(rows), scales, layout, numbers, dense_stride(layout, rows.stride(0)))
-        seen = _Rows(cu_seqlen_ke, first=cu_seqlen_ks)
-        _launch(IndexQuery(q, weights), keys, seen, logits, tile, rows.shape[0], fill=True)
+        query = IndexQuery(q, weights)
+        _launch(query, keys, None, cu_seqlen_ke, logits, tile, rows.shape[0], first=cu_seqlen_ks, fill=True)
     return logits
 
 
@@ -288,25 +288,6 @@ class _Keys:
         return WIDE if step % WIDE == 0 else item
 
 
-@frozen(eq=False)
-class _Rows:
-    """Which keys each row of the scores is of, as arguments of the kernel.
-
-    lens: [T] int32 - end of the keys that a token sees.
-    block_table: blocks of the keys; None for gathered keys.
-    token_to_req: [T] int32 - None: `tokens_per_req` tokens of each request follow each other.
-    first: [T] int32 - start of the keys that a token sees; None: 0.
-    """
-
-    lens: Tensor
-    block_table: Tensor | None = None
-    token_to_req: Tensor | None = None
-    first: Tensor | None = None
-    tokens_per_req: int = 1
-
-    __repr__ = fields_repr
-
-
 def dense_stride(layout: KVCacheLayout, stride: int) -> int:
     """The stride of contiguous records, in elements; 0 if the records are not contiguous."""
     contiguous = layout.data_bytes // layout.dtype.itemsize
@@ -332,35 +313,46 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
+def _facts(keys: _Keys, values: Tensor, tile: Tile) -> tuple[Any, ...]:
+    """Arguments of `form_of`."""
+    arch = architecture()
+    return keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), arch
+
+
 def _launch(
     query: IndexQuery,
     keys: _Keys,
-    rows: _Rows,
+    table: Tensor | None,
+    lens: Tensor,
     out: Tensor | None,
     tile: Tile,
     entries: int,
     *,
-    fill: bool,
+    token_to_req: Tensor | None = None,
+    tokens_per_req: int = 1,
+    first: Tensor | None = None,
     maxima: Tensor | None = None,
     run: int = 1,
     groups: int = 0,
     group: int = 0,
+    fill: bool = False,
 ) -> None:
-    values, table = raw(query.values), rows.block_table
+    """Launch `score_kernel`.
+
+    table: None for gathered keys. lens, first: [T] int32 - end and start of the keys that a token sees; None: 0.
+    """
+    values = raw(query.values)
     tokens, splits = values.shape[0], _splits(tile, values.shape[0], entries, run)
     launch(
         score_kernel,
         (cdiv(tokens, tile.tokens) * splits,),
         (
-            values, query.scales, query.weights, keys.tensor, keys.scales, table, rows.token_to_req, rows.lens,
-            rows.first, out, maxima, tokens, rows.tokens_per_req, entries, splits, run, groups, select.SPLIT_LENGTH,
-            query_strides(query), table_numbers(table), keys.numbers, 0 if out is None else out.stride(0),
+            values, query.scales, query.weights, keys.tensor, keys.scales, table, token_to_req, lens, first, out,
+            maxima, tokens, tokens_per_req, entries, splits, run, groups, select.SPLIT_LENGTH, query_strides(query),
+            table_numbers(table), keys.numbers, 0 if out is None else out.stride(0),
             0 if maxima is None else maxima.stride(0),
         ),
-        _constants(
-            keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), architecture(),
-            fill, group,
-        ),
+        _constants(_facts(keys, values, tile), fill=fill, group=group),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
@@ -381,38 +373,16 @@ def form_of(
 
 
 @cache
-def _constants(
-    layout: KVCacheLayout,
-    heads: int,
-    tile: Tile,
-    aligned: int,
-    stride: int,
-    q_aligned: int,
-    arch: str,
-    fill: bool,  # noqa: FBT001 - constants of a launch
-    group: int,
-) -> Constants:
-    form = form_of(layout, heads, tile, aligned, stride, q_aligned, arch)
-    lanes = tile.entries // min(group, tile.entries) if group else form.lanes
+def _constants(facts: tuple[Any, ...], *, fill: bool, group: int) -> Constants:
+    form = form_of(*facts)
+    lanes = form.block // min(group, form.block) if group else form.lanes
     return Constants({"FORM": form._replace(lanes=lanes, group=group, fill=fill)})
 
 
 @cache
-def _inside_constants(
-    layout: KVCacheLayout,
-    heads: int,
-    tile: Tile,
-    aligned: int,
-    stride: int,
-    q_aligned: int,
-    arch: str,
-    block_size: int,
-    places: int,
-    whole: bool,  # noqa: FBT001 - constants of a launch
-) -> Constants:
+def _inside_constants(facts: tuple[Any, ...], block_size: int, places: int, *, whole: bool) -> Constants:
     """Constants of `score_blocks_kernel`. places: N. whole: whether pages have whole blocks."""
-    form = form_of(layout, heads, tile, aligned, stride, q_aligned, arch)
-    return Constants({"FORM": form, "SIZE": block_size, "N": places, "WHOLE": whole})
+    return Constants({"FORM": form_of(*facts), "SIZE": block_size, "N": places, "WHOLE": whole})
 
 
 @recorded
