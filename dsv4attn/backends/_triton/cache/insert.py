@@ -1,4 +1,4 @@
-"""Insert steps: q normalised and rotated in place; keys rotated, rounded, quantised and stored.
+"""Insert ops: q normalised and rotated in place; keys rotated, rounded, quantised and stored.
 
 This file launches `kernels_insert`: it chooses tiles, warps and constants.
 """

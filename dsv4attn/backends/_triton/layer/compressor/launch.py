@@ -1,4 +1,4 @@
-"""Steps of the compressor: states of tokens to their slots, entries from the states of their window.
+"""Ops of the compressor: states of tokens to their slots, entries from the states of their window.
 
 This file launches `kernels`. Bits of a state and of an entry depend on their own tokens alone.
 """
