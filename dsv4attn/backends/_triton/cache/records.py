@@ -28,7 +28,6 @@ __all__ = [
     "record_alignments",
     "record_form",
     "row_alignments",
-    "stored_dims",
     "table_numbers",
     "writer_form",
 ]
@@ -41,14 +40,6 @@ CODINGS = {Coding.FP8: numerics.FP8.value, Coding.NVFP4: numerics.NVFP4.value, C
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
     """Bytes of the widest useful access, and of an element. Eight codes, 16 bytes in bf16, are one access."""
     return (8, 1) if layout.is_quantised else (WIDE, layout.dtype.itemsize)
-
-
-def stored_dims(layout: KVCacheLayout) -> tuple[int, int]:
-    """(NOPE, ROPE) of kernels that read or write a record: leading dims that are codes, and trailing ones that are not.
-
-    Of plain rows, all are values: the two have the model's dims.
-    """
-    return (layout.coded_dims, layout.plain_dims) if layout.is_quantised else (layout.nope_dim, layout.rope_dim)
 
 
 def alignment_of_records(layout: KVCacheLayout, memory: CacheMemory) -> int:
@@ -102,9 +93,11 @@ def float_bits(x: float) -> int:
 @cache
 def record_form(layout: KVCacheLayout, aligned: int) -> RecordForm:
     """The form of a cache's records for kernels that read them. aligned: `alignment_of_records`."""
-    coding = CODINGS[layout.coding] if layout.is_quantised else numerics.FP8.value
+    coding, dims = numerics.FP8.value, (layout.nope_dim, layout.rope_dim)
+    if layout.is_quantised:
+        coding, dims = CODINGS[layout.coding], (layout.coded_dims, layout.plain_dims)
     fnuz = layout.fp8_format is Fp8Format.FNUZ
-    return RecordForm(aligned, *stored_dims(layout), layout.group_size, coding, fnuz, exact_casts=not INTERPRETED)
+    return RecordForm(aligned, *dims, layout.group_size, coding, fnuz, exact_casts=not INTERPRETED)
 
 
 def page_numbers(cache: PagedKVCache, memory: CacheMemory) -> PageNumbers:

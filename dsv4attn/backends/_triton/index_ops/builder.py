@@ -56,10 +56,6 @@ def _tile_of(window: int) -> dict[str, int]:
     return {"TOKENS": max(WINDOW_TILE // columns, 1), "COLUMNS": columns}
 
 
-def _window_warps(arch: str) -> int:
-    return WINDOW_WARPS.get(arch, 4)
-
-
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
     """See `core.torch_ops.index_ops`."""
     check_strides(token_to_req=out[0], is_valid=out[1])
@@ -83,7 +79,7 @@ def build_window_indices(
     rows, lens = out
     maps = {"token_to_req": tokens.token_to_req, "is_valid": tokens.is_valid, "replay_start": replay_start}
     check_strides(written=("rows",), rows=rows, lens=lens, **maps)
-    tile, warps = _tile_of(window), _window_warps(architecture())
+    tile, warps = _tile_of(window), WINDOW_WARPS.get(architecture(), 4)
     pointers = rows, lens, *_pointers_of(tokens), pages.block_table, replay_start
     sizes = rows.stride(0), *rows.shape, lens.shape[0], tokens.first
     numbers = *sizes, *_numbers_of(tokens, pages), window, int(causal)

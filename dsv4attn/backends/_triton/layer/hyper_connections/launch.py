@@ -225,11 +225,6 @@ def tuning_of_calls(*, deterministic: bool = False) -> Tuning:
     return tuning_for(architecture(), deterministic=deterministic)
 
 
-def _tokens(streams: Tensor, *, deterministic: bool) -> int:
-    """The number of tokens that tiles are chosen for."""
-    return FEW + 1 if deterministic else streams.shape[0]
-
-
 def _pre(
     streams: Tensor,
     weights: MixWeights,
@@ -243,8 +238,10 @@ def _pre(
 
     fused: x, post and comb of new streams, and [T, n, d], dense - memory of these; None: streams as they are.
     """
-    _, n, hidden = streams.shape
-    fn, dtype, tokens = weights.fn, streams.dtype, _tokens(streams, deterministic=deterministic)
+    tokens, n, hidden = streams.shape
+    if deterministic:  # tiles are those of many tokens
+        tokens = FEW + 1
+    fn, dtype = weights.fn, streams.dtype
     x, post, comb, new = fused or (None, None, None, None)
     aligned, strides = alignment_of_tokens(streams), (0, 0, 0, 0, 0)
     if x is not None and post is not None and comb is not None:
@@ -252,7 +249,8 @@ def _pre(
         strides = x.stride(0), post.stride(0), post.stride(1), comb.stride(0), comb.stride(1)
     tuning = tuning_of_calls(deterministic=deterministic)
     tile = tile_of(tuning, tokens, n, dtype, aligned, fused=new is not None)
-    fn_aligned, overlapped = _fn_alignment(fn, hidden), overlaps(tuning, tokens)
+    # of a stream's columns in every row of fn
+    fn_aligned, overlapped = min(alignment(hidden, fn.dtype), alignment_of_rows(fn)), overlaps(tuning, tokens)
     constants = products_constants(tile, n, hidden, fn.shape[0], dtype, aligned, fn_aligned, overlapped=overlapped)
     for first, end, products, groups in _chunks(streams, fn, tile, tuning.chunk):
         launch(
@@ -268,11 +266,6 @@ def _pre(
             spills=tile.spills,
         )  # fmt: skip
         mix(streams if new is None else new, products, weights, results, delayed, first, end, tokens, tuning)
-
-
-def _fn_alignment(fn: Tensor, hidden: int) -> int:
-    """Bytes that divide the address of a stream's columns in every row of fn."""
-    return min(alignment(hidden, fn.dtype), alignment_of_rows(fn))
 
 
 def _width(mixes: int) -> int:

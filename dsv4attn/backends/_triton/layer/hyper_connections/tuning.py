@@ -221,24 +221,12 @@ def alignment(hidden: int, dtype: torch.dtype) -> int:
 def products_constants(
     tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int, *, overlapped: bool
 ) -> Constants:
-    constants = {
-        "N": n,
-        "HIDDEN": hidden,
-        "MIXES": mixes,
-        "BLOCK_M": tile.tokens,
-        "BLOCK_K": tile.columns,
-        "BLOCK_C": max(next_power_of_2(mixes), LEAST),
-        "STAGES": tile.stages,
-        "HELD": tile.held,
-        "ALIGNED": aligned,
-        "FN_ALIGNED": fn_aligned,
-        "OUT_ALIGNED": alignment(hidden, dtype),
-        # interpreted bf16 is multiplied as bit patterns
-        "IN_BF16": dtype == torch.bfloat16 and not INTERPRETED,
-        "EXACT_CASTS": not INTERPRETED,
-        "NEXT": overlapped,
-    }
-    return Constants(constants)
+    dims = {"N": n, "HIDDEN": hidden, "MIXES": mixes, "BLOCK_C": max(next_power_of_2(mixes), LEAST)}
+    of_tile = {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "STAGES": tile.stages, "HELD": tile.held}
+    rows = {"ALIGNED": aligned, "FN_ALIGNED": fn_aligned, "OUT_ALIGNED": alignment(hidden, dtype)}
+    # interpreted bf16 is multiplied as bit patterns
+    casts = {"IN_BF16": dtype == torch.bfloat16 and not INTERPRETED, "EXACT_CASTS": not INTERPRETED}
+    return Constants({**dims, **of_tile, **rows, **casts, "NEXT": overlapped})
 
 
 @cache
@@ -252,17 +240,7 @@ def mix_constants(
     block: Block, rows: int, summed: int, n: int, hidden: int, mixes: int, splits: int,
     aligned: int, norm_aligned: int, out_aligned: int, *, by_factors: bool, early: bool, overlapped: bool,
 ) -> Constants:  # fmt: skip
-    added = max(summed // (rows * next_power_of_2(mixes + 1)), 1)
-    constants = {
-        **post_constants(block, n, hidden, aligned, out_aligned),
-        "MIXES": mixes,
-        "SPLITS": splits,
-        "BLOCK_R": rows,
-        "BLOCK_S": min(next_power_of_2(splits), added),
-        "BLOCK_A": min(next_power_of_2(splits), MOST_SPLITS),
-        "NORM_ALIGNED": norm_aligned,
-        "BY_FACTORS": by_factors,
-        "EARLY": early,
-        "PDL": overlapped,
-    }
-    return Constants(constants)
+    added, most = max(summed // (rows * next_power_of_2(mixes + 1)), 1), next_power_of_2(splits)
+    sums = {"SPLITS": splits, "BLOCK_R": rows, "BLOCK_S": min(most, added), "BLOCK_A": min(most, MOST_SPLITS)}
+    how = {"NORM_ALIGNED": norm_aligned, "BY_FACTORS": by_factors, "EARLY": early, "PDL": overlapped}
+    return Constants({**post_constants(block, n, hidden, aligned, out_aligned), "MIXES": mixes, **sums, **how})
