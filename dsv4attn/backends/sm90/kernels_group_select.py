@@ -18,8 +18,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, ScoreForm
 from dsv4attn.backends._triton.layer.indexer.kernels import load_rows, scores_of_tile, uniform
-from dsv4attn.backends._triton.layer.selection.kernels import LOWEST, choose_long, count_of, narrowed, ordered
-from dsv4attn.backends._triton.layer.selection.kernels_lists import score_of
+from dsv4attn.backends._triton.layer.selection.kernels import LOWEST, choose_long, count_of, narrowed, ordered, score_of
 
 MOST = tl.constexpr(1024)
 """Entries that can be selected in a row."""

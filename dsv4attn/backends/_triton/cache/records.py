@@ -107,7 +107,7 @@ def page_numbers(cache: PagedKVCache, memory: CacheMemory) -> PageNumbers:
 
 def table_numbers(table: Tensor | None) -> TableNumbers:
     """The numbers of a block table; zeros without one."""
-    return TableNumbers(0, 0, 0) if table is None else TableNumbers(*table.shape, table.stride(0))
+    return TableNumbers(0, 0, 0) if table is None else TableNumbers(table.shape[0], table.shape[1], table.stride(0))
 
 
 @cache

@@ -101,8 +101,8 @@ def turned(arch: str) -> Iterator[Variant]:
 
 def of_few_rows(arch: str) -> Iterator[Variant]:
     """Products of codes with few rows."""
-    yield from few_rows.variants_of(few_rows.Tile(16, 64, 128, 4, 4), BF16, torch.float32, arch=arch)
-    yield from few_rows.variants_of(few_rows.Tile(64, 64, 128, 4, 3), BF16, torch.uint8, arch=arch)
+    yield from few_rows.variants_of(products.Tile(16, 64, 128, 4, 4), BF16, torch.float32, arch=arch)
+    yield from few_rows.variants_of(products.Tile(64, 64, 128, 4, 3), BF16, torch.uint8, arch=arch)
 
 
 def selection(arch: str) -> Iterator[Variant]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
 from dsv4attn.backends._triton.layer.projections import few_rows
-from dsv4attn.backends._triton.layer.projections.few_rows import CodedTiles, Tile
+from dsv4attn.backends._triton.layer.projections.few_rows import CodedTiles
+from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits

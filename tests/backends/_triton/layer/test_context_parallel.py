@@ -50,7 +50,7 @@ def serve(rank: int, folder: str) -> None:
 
 def name_of(variant: Variant) -> str:
     """The name of a kernel, and whether it is for the entries of one rank."""
-    return variant.name + " of one rank" * dict(variant.constants).get("OWNED", False)
+    return f"{variant.name} of one rank" if dict(variant.constants).get("OWNED") else variant.name
 
 
 def compare() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer.projections import few_rows, products
-from dsv4attn.backends._triton.layer.projections.few_rows import Heads, Tile, is_served, multiply
+from dsv4attn.backends._triton.layer.projections.few_rows import Heads, is_served, multiply
+from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, converted
 from tests.backends._triton.cache.caches import DEVICE, seeded, strided
 

@@ -6,6 +6,7 @@ computed for an entry follows from its own window alone.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="attr-defined"
 
 from __future__ import annotations
 

@@ -368,8 +368,9 @@ def form_of(
     dtype = tl.float32 if INTERPRETED or layout.dtype == torch.float32 else half
     of_query = layout.fp8_format is Fp8Format.FNUZ, heads, max(next_power_of_2(heads), 16), layout.head_dim
     alignments = aligned, q_aligned, stride
-    lanes, rest = min(LANES, tile.entries), (0, False, tile.stages, native)
-    return ScoreForm(kind.value, *of_query, tile.tokens, tile.entries, dtype, *alignments, lanes, *rest)
+    of_tile, lanes = (tile.tokens, tile.entries), min(LANES, tile.entries)
+    form = ScoreForm(kind.value, *of_query, *of_tile, dtype, *alignments, lanes)
+    return form._replace(stages=tile.stages, assembly=native)
 
 
 @cache
