@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.cache import fp4, key_codecs
 from dsv4attn.core.cache import index_records as records
-from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import Arrangement, PagedKVCache
 from dsv4attn.core.torch_ops import compressor
 from dsv4attn.core.torch_ops.arguments import MixWeights, StatePages
@@ -238,7 +238,7 @@ def swapped_nibbles(values: Tensor, packed: Callable[[Tensor], Tensor] = key_cod
 
 def half_up(values: Tensor) -> Tensor:
     """To nearest, ties away from zero."""
-    code = sum((values.abs() >= end).to(torch.uint8) for end in key_codecs._E2M1_ENDS)
+    code = sum((values.abs() >= end).to(torch.uint8) for end in fp4.ENDS)
     assert isinstance(code, Tensor)
     low, high = (code | (values < 0).to(torch.uint8) << 3).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.as_tensor(low | high << 4)

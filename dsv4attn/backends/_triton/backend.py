@@ -23,7 +23,8 @@ from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.recorded import meta_cache
 from dsv4attn.backends._triton.launching.runtime import WIDE, multiprocessors, recording
 from dsv4attn.backends._triton.launching.warmup import warm
-from dsv4attn.backends._triton.layer import few_rows, ops, output, products
+from dsv4attn.backends._triton.layer import ops
+from dsv4attn.backends._triton.layer.projections import few_rows, output, products
 from dsv4attn.backends._triton.layer.warmup import launch_within
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.argument_checks import round_up

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_products import add_product, no_sums, store_tile, tile_numbers
+from dsv4attn.backends._triton.layer.projections.kernels_products import add_product, no_sums, store_tile, tile_numbers
 from dsv4attn.backends._triton.numerics import angles_of, rotate, round_to
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
 import triton.language as tl
-from attrs import frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,23 +18,20 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment
 from dsv4attn.backends._triton.kernels_projection import project_kernel, project_turned_kernel, turn_back_kernel
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer import few_rows, products
+from dsv4attn.backends._triton.launching.runtime import (
+    INTERPRETED,
+    WIDE,
+    Constants,
+    architecture,
+    launch,
+    multiprocessors,
+)
+from dsv4attn.backends._triton.layer.projections import few_rows, products
+from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.support import ONE_ORDER
 
 __all__ = ["inv_rope_o_proj", "transient_bytes", "variants"]
-
-
-@frozen
-class Tile:
-    """Tokens, ranks and summed columns of a tile, and warps and pipeline stages of its program."""
-
-    tokens: int
-    ranks: int
-    columns: int
-    warps: int
-    stages: int
 
 
 SMALL = Tile(16, 64, 64, 4, 6)
@@ -115,7 +110,7 @@ def inv_rope_o_proj(
     tile = tile_of(tokens, dtype, aligned, architecture(), deterministic=deterministic)
     launch(
         project_kernel,
-        (num_groups * cdiv(tokens, tile.tokens) * cdiv(rank, tile.ranks),),
+        (num_groups * cdiv(tokens, tile.rows) * cdiv(rank, tile.columns),),
         (
             o, positions, cos_sin_cache, wo_a, out, tokens, turned, o.stride(0), o.stride(1),
             cos_sin_cache.stride(0), cos_sin_cache.shape[0], wo_a.stride(0), out.stride(0), out.stride(1),
@@ -135,9 +130,7 @@ def transient_bytes(max_tokens: int, heads: int, rope: int, arch: str) -> int:
     return max_tokens * heads * rope * torch.bfloat16.itemsize if is_turned else 0
 
 
-def few_tile(
-    tokens: int, heads: int, groups: int, rank: int, nope: int, rope: int, arch: str
-) -> few_rows.FewTile | None:
+def few_tile(tokens: int, heads: int, groups: int, rank: int, nope: int, rope: int, arch: str) -> Tile | None:
     """Tile of a product of few tokens whose rotation is undone before; None where `project_kernel` multiplies them."""
     tile = next((tile for tile in few_rows.HEADS.get(arch, ()) if tokens <= tile.rows), None)
     if (
@@ -153,7 +146,7 @@ def few_tile(
     return tile
 
 
-def turned_tile(tokens: int, groups: int, rank: int, nope: int, rope: int, arch: str) -> products.Tile | None:
+def turned_tile(tokens: int, groups: int, rank: int, nope: int, rope: int, arch: str) -> Tile | None:
     """Tile of `project_turned` in bf16; None where `project_kernel` multiplies all numbers of tokens."""
     tiles = products.TILES.get(arch)
     if (
@@ -185,22 +178,16 @@ def turn_back(o: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
         turn_back_kernel,
         (tokens * (heads // constants["BLOCK_H"]),),
         (
-            o,
-            positions,
-            cos_sin_cache,
-            turned,
-            o.stride(0),
-            o.stride(1),
-            cos_sin_cache.stride(0),
+            o, positions, cos_sin_cache, turned, o.stride(0), o.stride(1), cos_sin_cache.stride(0),
             cos_sin_cache.shape[0],
         ),
         constants,
         num_warps=TURNING_WARPS,
-    )
+    )  # fmt: skip
     return turned
 
 
-def project_turned(o: Tensor, turned: Tensor, wo_a: Tensor, out: Tensor, tile: products.Tile) -> None:
+def project_turned(o: Tensor, turned: Tensor, wo_a: Tensor, out: Tensor, tile: Tile) -> None:
     """Write o [T, H, D], with `turned` in the place of its trailing columns, times wo_a to out [T, G, rank]."""
     (tokens, heads, dim), rope, (_, groups, rank) = o.shape, turned.shape[2], out.shape
     described = (
@@ -219,55 +206,27 @@ def project_turned(o: Tensor, turned: Tensor, wo_a: Tensor, out: Tensor, tile: p
 
 
 @cache
-def _turn_constants(heads: int, nope: int, rope: int, arch: str) -> dict[str, Any]:
-    return {
-        "HEADS": heads,
-        "BLOCK_H": min(TURNED_HEADS, heads & -heads),
-        "NOPE": nope,
-        "ROPE": rope,
-        "EXACT_CASTS": not INTERPRETED,
-        "PDL": uses_pdl(arch) and not INTERPRETED,
-    }
+def _turn_constants(heads: int, nope: int, rope: int, arch: str) -> Constants:
+    dims = {"HEADS": heads, "BLOCK_H": min(TURNED_HEADS, heads & -heads), "NOPE": nope, "ROPE": rope}
+    return Constants({**dims, "EXACT_CASTS": not INTERPRETED, "PDL": uses_pdl(arch) and not INTERPRETED})
 
 
 @cache
-def _turned_constants(tile: products.Tile, heads: int, rank: int, nope: int, rope: int, arch: str) -> dict[str, Any]:
-    return {
-        "HEADS": heads,
-        "RANK": rank,
-        "NOPE": nope,
-        "ROPE": rope,
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.columns,
-        "BLOCK_K": tile.depth,
-        "GROUP": products.GROUP,
-        "UNIT": products.UNIT,
-        # interpreted bf16 is multiplied as bit patterns
-        "DT": tl.float64 if INTERPRETED else tl.bfloat16,
-        "EXACT_CASTS": not INTERPRETED,
-        "PDL": uses_pdl(arch) and not INTERPRETED,
-    }
+def _turned_constants(tile: Tile, heads: int, rank: int, nope: int, rope: int, arch: str) -> Constants:
+    dims = {"HEADS": heads, "RANK": rank, "NOPE": nope, "ROPE": rope}
+    return Constants({**dims, **products.tile_constants(tile, arch), "UNIT": products.UNIT})
 
 
 @cache
 def _constants(
     tile: Tile, heads: int, rank: int, nope: int, rope: int, dtype: torch.dtype, aligned: int, out_aligned: int
-) -> dict[str, Any]:
+) -> Constants:
     # interpreted bf16 is multiplied as bit patterns
     in_bf16 = dtype == torch.bfloat16 and not INTERPRETED
-    return {
-        "HEADS": heads,
-        "RANK": rank,
-        "NOPE": nope,
-        "ROPE": rope,
-        "BLOCK_M": tile.tokens,
-        "BLOCK_N": tile.ranks,
-        "BLOCK_K": tile.columns,
-        "ALIGNED": aligned,
-        "OUT_ALIGNED": out_aligned,
-        "DT": tl.bfloat16 if in_bf16 else tl.float32,
-        "EXACT_CASTS": not INTERPRETED,
-    }
+    dims = {"HEADS": heads, "RANK": rank, "NOPE": nope, "ROPE": rope}
+    block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+    of_operands = {"ALIGNED": aligned, "OUT_ALIGNED": out_aligned, "DT": tl.bfloat16 if in_bf16 else tl.float32}
+    return Constants({**dims, **block, **of_operands, "EXACT_CASTS": not INTERPRETED})
 
 
 @recorded

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
-from dsv4attn.backends._triton.layer.index_logits import Tile, tiles_for
-from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE
-from dsv4attn.backends._triton.layer.scratch import parts
-from dsv4attn.backends._triton.layer.select import (
+from dsv4attn.backends._triton.layer.indexer.kernels import CODES, NATIVE
+from dsv4attn.backends._triton.layer.indexer.launch import Tile, tiles_for
+from dsv4attn.backends._triton.layer.selection.launch import (
     SPLITS,
     Plan,
     block_of,
@@ -24,7 +23,8 @@ from dsv4attn.backends._triton.layer.select import (
     slack_of,
     write_lists,
 )
-from dsv4attn.backends._triton.layer.select import Tile as Listing
+from dsv4attn.backends._triton.layer.selection.launch import Tile as Listing
+from dsv4attn.backends._triton.layer.selection.scratch import parts
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends.sm90 import index_logits, kernels_group_select
 from dsv4attn.backends.sm90.kernels_group_select import choose_groups_kernel, score_groups_kernel

@@ -15,8 +15,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
-from dsv4attn.backends._triton.layer import hyper_connections
-from dsv4attn.backends._triton.layer.hyper_connections import Delayed, MixResults
+from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
+from dsv4attn.backends._triton.layer.hyper_connections.launch import Delayed, MixResults
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
@@ -51,7 +51,7 @@ FIXED = Pipeline(1, 3)
 | 64, 7,168 | 17.0 | 22.2 | 15.3 |
 | 2,048, 7,168 | 208.9 | 188.1 | 188.4 |
 
-The second launch has the blocks: see `_triton.layer.hyper_connections_tuning`. It had no `by_factors` and no `early`
+The second launch has the blocks: see `_triton.layer.hyper_connections.tuning`. It had no `by_factors` and no `early`
 then.
 """
 FEW = 512 * 4096
@@ -75,7 +75,7 @@ def fused_post_pre(
     *,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `_triton.layer.hyper_connections.fused_post_pre`, which runs the calls that this kernel does not serve."""
+    """See `layer.hyper_connections.launch.fused_post_pre`, which runs the calls that this kernel does not serve."""
     count, hidden = x.shape
     fn, pipeline = weights.fn, _pipeline_of(deterministic=deterministic)
     if not (_serves(x, residual, post, comb, fn, pipeline) and (deterministic or x.numel() > FEW)):

@@ -1,6 +1,6 @@
 """Scores of index keys on Hopper: the launcher of `kernels_index_logits`, for requests of several tokens with 64 heads.
 
-A function returns False or None for a call that it does not serve. The shared functions of `_triton.layer.index_logits`
+A function returns False or None for a call that it does not serve. The shared functions of `_triton.layer.indexer`
 serve every call and give results of the same meaning.
 """
 

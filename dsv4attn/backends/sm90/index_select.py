@@ -1,7 +1,4 @@
-"""Scores and selection in one launch on Hopper: the launcher of `kernels_index_select`.
-
-Where kernels are interpreted, the shared kernel `_triton.layer.index_select` stands for it.
-"""
+"""Scores and selection in one launch on Hopper: the launcher of `kernels_index_select`."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, multiprocessors
-from dsv4attn.backends._triton.layer import index_select as interpreted
-from dsv4attn.backends._triton.layer.index_select import capacity_of, slack_of
-from dsv4attn.backends._triton.layer.scratch import buffer
+from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
+from dsv4attn.backends._triton.layer.selection.scratch import buffer
 from dsv4attn.backends.sm90 import index_logits
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -31,6 +26,16 @@ registers spill 20 bytes at most, and are slower.
 """
 SPILLS = 600
 """Bytes that a thread of four programs may store and load in all."""
+
+
+def capacity_of(topk: int) -> int:
+    """Places of a token's list: at least 4 K, so that a compacted list takes little more than a quarter."""
+    return max(2048, 4 << (topk - 1).bit_length())
+
+
+def slack_of(topk: int) -> int:
+    """Entries more than K that a compacted list may keep, which is then found sooner."""
+    return topk // 2
 
 
 def programs_of(tokens: int) -> int:
@@ -55,15 +60,19 @@ def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Ten
     many = tokens >= TOKENS * table.shape[0]
     if paging is None or topk > MOST or not (many and max_entries > 0 and table.numel()):
         return False
-    if INTERPRETED and query.values.shape[1:] == (index_logits.HEADS, index_logits.DIM):
-        interpreted.select(query, cache, token_map, out, max_entries)
-        return True
     if not index_logits.serves(query):
         return False
-    if not tokens or not topk:
-        return True
+    if tokens and topk:
+        _launch(query, cache, token_map, out, max_entries, paging)
+    return True
+
+
+def _launch(
+    query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Tensor, max_entries: int, paging: tuple[int, ...]
+) -> None:
     from dsv4attn.backends.sm90.kernels_index_select import select_index  # not where kernels are interpreted
 
+    (tokens, topk), table = out.shape, token_map.block_table
     programs, capacity = programs_of(tokens), capacity_of(topk)
     lists = buffer(out, scratch_bytes(tokens, topk)).view(torch.int64)
     values, (requests, columns) = index_logits.raw(query.values), table.shape
@@ -81,7 +90,6 @@ def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Ten
         maxnreg=REGISTERS,
         spills=SPILLS,
     )  # fmt: skip
-    return True
 
 
 @recorded

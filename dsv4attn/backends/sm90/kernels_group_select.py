@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_index_logits import load_rows, scores_of_tile, uniform
-from dsv4attn.backends._triton.layer.kernels_lists import score_of
-from dsv4attn.backends._triton.layer.kernels_select import LOWEST, choose_long, count_of, narrowed, ordered
+from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, ScoreForm
+from dsv4attn.backends._triton.layer.indexer.kernels import load_rows, scores_of_tile, uniform
+from dsv4attn.backends._triton.layer.selection.kernels import LOWEST, choose_long, count_of, narrowed, ordered, score_of
 
 MOST = tl.constexpr(1024)
 """Entries that can be selected in a row."""
@@ -299,8 +299,10 @@ def score_groups_kernel(
     head = tl.arange(0, HEADS)
     at = token.to(tl.int64)
     query = Q + at * q_stride + head * q_head_stride
+    FORM: tl.constexpr = ScoreForm(KIND, False, HEADS, HEADS, DIM, 1, BLOCK, DT, WIDE, WIDE, DIM)
+    pages = KeyNumbers(num_blocks, page_size, factor, log, page_stride, 0, scale_offset, 4)
     # loaded before it is known whether they are needed
-    q = load_rows(query, query, head < HEADS, WIDE, DIM, 0, KIND, False, DT)
+    q = load_rows(query, query, head < HEADS, WIDE, 0, FORM)
     w = tl.load(W + at * w_stride + head)
     request = tl.load(REQUESTS + token)
     # of a request that does not exist, no entry has a block
@@ -316,10 +318,7 @@ def score_groups_kernel(
     for tile in tl.range(tiles, num_stages=STAGES):
         start = begin + tile * BLOCK
         entry = start + lane
-        score, _ = scores_of_tile(
-            q, q, w, KEYS, None, table, columns, num_blocks, (page_size, factor, log), page_stride, 0, scale_offset, 4,
-            start, entry, lane, limit, WIDE, DIM, 1, HEADS, DIM, KIND, False, BLOCK, DT,
-        )  # fmt: skip
+        score, _ = scores_of_tile((q, q, w), KEYS, None, table, columns, pages, start, entry, lane, limit, FORM)
         score = tl.reshape(score, (BLOCK,))
         tl.store(scores + entry, score, mask=entry < count)
         if MAXIMA is not None:

@@ -5,7 +5,7 @@ memory; then those that may be selected are added to a list of the token, in asc
 that a batch may overflow is compacted: the K-th largest key of the list, or one that few more reach, becomes the
 token's bound, and only what reaches the bound stays. K listed entries reach the bound, and later entries have higher
 numbers, so a later entry is listed only if it is above the bound. At the end a token's K entries are chosen from its
-list, as `_triton.layer.kernels_select` chooses among scores.
+list, as `_triton.layer.selection.kernels` chooses among scores.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends._triton.layer.kernels_lists import choose_listed, make_space, member_of
+from dsv4attn.backends._triton.layer.selection.kernels_lists import choose_listed, make_space, member_of
 from dsv4attn.backends.sm90.compat import barrier, reinterpret
 from dsv4attn.backends.sm90.kernels_index_logits import plus
 from dsv4attn.backends.sm90.kernels_index_tile import (

@@ -3,7 +3,7 @@
 A program has all tokens and 128 ranks of a group. One role copies weights, one role copies codes, and one multiplies.
 No kernel of a step writes weights. So as many as fit in shared memory are copied while the codes of outputs are still
 computed. A product of 128 columns runs while the sums of the columns before it are multiplied by their factors and
-added. Sums have the order of `_triton.layer.kernels_output`, and so the bits of a row are those of its kernel.
+added. Sums have the order of `layer.projections.kernels_output`, and so the bits of a row are those of its kernel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends._triton.layer.kernels_output import factors
+from dsv4attn.backends._triton.layer.projections.kernels_output import factors
 from dsv4attn.backends.sm90.compat import barrier, copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_common import FLAT_S, barriers, here
 

@@ -4,7 +4,7 @@ Each role that multiplies is one warp group with its own tokens of a tile. While
 to the result, the matrix unit works for the other. With 64 tokens, a role also begins two products, and adds the sums
 of the first while the second runs. Programs take tile after tile, and copies of a tile begin while the one before it is
 multiplied.
-Sums have the order of `_triton.layer.kernels_output`, and so the bits of a row are those of its kernel.
+Sums have the order of `_triton.layer.projections.kernels_output`, and so the bits of a row are those of its kernel.
 
 Barriers: a phase of `full` ends when a stage's codes are there, a phase of `empty` when both roles have multiplied it.
 The role that copies begins LATER copies after the one that it announces. A role that multiplies may hold one stage
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends._triton.layer.kernels_output import factors
+from dsv4attn.backends._triton.layer.projections.kernels_output import factors
 from dsv4attn.backends.sm90.compat import barrier, copy_async
 from dsv4attn.backends.sm90.kernels_common import barriers, here
 

@@ -11,8 +11,8 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
-from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
 from dsv4attn.backends._triton.layer import ops
+from dsv4attn.backends._triton.layer.indexer import launch as shared_index_logits
 from dsv4attn.backends.sm90 import group_select, hyper_connections, index_logits, index_select
 from dsv4attn.backends.sm90.tuning import in_one_launch
 from dsv4attn.core.cache.layout import PagedKVCache
@@ -52,7 +52,7 @@ def layer_ops(*, deterministic: bool = False, exact_sums: bool = False) -> Layer
 def score(
     query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, scores: Tensor, maxima: Tensor | None, run: int
 ) -> tuple[int, int]:
-    """See `_triton.layer.index_logits.score`. The kernel for Hopper takes the given run."""
+    """See `_triton.layer.indexer.launch.score`. The kernel for Hopper takes the given run."""
     if index_logits.score(query, cache, token_map, scores, maxima, run):
         return run, 0
     return shared_index_logits.score(query, cache, token_map, scores, maxima, run)

@@ -1,6 +1,6 @@
 """Output projection in fp8 on Hopper: the launchers of `kernels_output_few` and `kernels_output_many`.
 
-The shared kernel of `_triton.layer.output` serves every other call, with the same bits.
+The shared kernel of `_triton.layer.projections.output` serves every other call, with the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer import output
+from dsv4attn.backends._triton.layer.projections import output
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.contract.warmup import WarmupSpec
@@ -126,7 +126,7 @@ def _tiles(tokens: int, ranks: int, form: Few | Many) -> int:
 def multiply_codes(
     codes: Tensor, scales: Tensor, wo_a: BlockScaledWeight, out: Tensor, *, deterministic: bool = False
 ) -> None:
-    """See `_triton.layer.output.multiply_codes`. Only directly after `inv_rope_fp8_quant`.
+    """See `_triton.layer.projections.output.multiply_codes`. Only directly after `inv_rope_fp8_quant`.
 
     Its launch waits for the kernels before it, and only then lets this one begin, which reads weights at once. Bits are
     those of the shared kernel, also of deterministic calls, for any number of tokens.

@@ -1,4 +1,4 @@
-"""Values as e2m1 codes under scales, in torch. `quantize`: groups of 16 under a scale in e4m3fn, as in `v41_fp4`.
+"""Values as e2m1 codes, two to a byte, in torch. `quantize`: groups of 16 under a scale in e4m3fn, as in `v41_fp4`.
 
 Values: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 by code, bit 3 is the sign. The scale has no second level above it.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["GROUP", "decode", "dequantize", "quantize"]
+__all__ = ["ENDS", "GROUP", "codes_of", "decode", "dequantize", "pack", "quantize"]
 
 GROUP = 16
 """Values under one scale."""
@@ -19,7 +19,7 @@ _LEAST_SCALE, _LARGEST_SCALE, _NAN_SCALE = 2.0**-9, 448.0, 0x7F
 _LARGEST_CODE = 6.0
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes whose sign is not set."""
-_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the values. Ties go to the even code: up from every second one."""
 
 
@@ -36,15 +36,25 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     scale = (amax.nan_to_num(posinf=torch.inf) / _LARGEST_CODE).clamp(_LEAST_SCALE, _LARGEST_SCALE)
     byte = scale.to(torch.float8_e4m3fn)
     is_number = ~amax.isnan()
-    size, unit, code = groups.abs(), byte.float()[..., None], torch.zeros_like(groups, dtype=torch.uint8)
-    for i, end in enumerate(_ENDS):
-        # exact: a midpoint has three significant bits, and a scale four; a division would have to be rounded
-        code += (size > end * unit) if i % 2 == 0 else (size >= end * unit)
-    code |= groups.signbit().to(torch.uint8) << 3
+    code = codes_of(groups.abs(), byte.float()[..., None]) | groups.signbit().to(torch.uint8) << 3
     code.masked_fill_(~is_number[..., None], 0)
-    low, high = code.flatten(-2)[..., :dim].unflatten(-1, (-1, 2)).unbind(-1)
+    return pack(code.flatten(-2)[..., :dim]), byte.view(torch.uint8).masked_fill(~is_number, _NAN_SCALE)
+
+
+def codes_of(sizes: Tensor, unit: Tensor | float = 1.0) -> Tensor:
+    """uint8 codes, without a sign, of sizes fp32 in a unit: to the nearest, ties to the even code, at most 6."""
+    code = torch.zeros_like(sizes, dtype=torch.uint8)
+    for i, end in enumerate(ENDS):
+        # exact: a midpoint has three significant bits, and a scale four; a division would have to be rounded
+        code += (sizes > end * unit) if i % 2 == 0 else (sizes >= end * unit)
+    return code
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes [..., D] uint8, D even, two to a byte, the even dim low: [..., D / 2] uint8."""
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = low | high << 4
-    return packed, byte.view(torch.uint8).masked_fill(~is_number, _NAN_SCALE)
+    return packed
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:

@@ -27,8 +27,6 @@ from dsv4attn.core.reprs import fields_repr
 __all__ = ["CODECS", "Codec", "dequantize_keys", "power_of_two", "quantize_keys"]
 
 _LARGEST_EXPONENT, _NAN_EXPONENT = 254, 255
-_E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Midpoints between 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Ties go to the even code: up from every second one."""
 
 
 @frozen(repr=False)
@@ -112,14 +110,7 @@ def _packed(values: Tensor) -> Tensor:
 
     A negative value that is rounded to zero keeps its sign; a negative zero does not.
     """
-    size = values.abs()
-    code = torch.zeros_like(size, dtype=torch.uint8)
-    for i, end in enumerate(_E2M1_ENDS):
-        code += (size > end) if i % 2 == 0 else (size >= end)
-    code |= (values < 0).to(torch.uint8) << 3
-    low, high = code.unflatten(-1, (-1, 2)).unbind(-1)
-    packed: Tensor = low | high << 4
-    return packed
+    return fp4.pack(fp4.codes_of(values.abs()) | (values < 0).to(torch.uint8) << 3)
 
 
 def _dequantize_mxfp4(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:

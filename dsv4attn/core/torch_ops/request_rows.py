@@ -1,4 +1,4 @@
-"""What decode rows of one request share: groups of rows in plain torch, and a check of what `RequestRows` promises."""
+"""What decode rows of one request share: a check of what `RequestRows` promises."""
 
 from __future__ import annotations
 
@@ -8,34 +8,10 @@ from torch import Tensor
 from dsv4attn.core.cache.selected_keys import DenseIndices, RequestRows
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["check_request_rows", "groups_of"]
+__all__ = ["check_request_rows"]
 
 _FARTHEST = 8
 """Rows of one request are compared with each other up to this distance."""
-
-
-def groups_of(request_rows: RequestRows, window_lens: Tensor, size: int) -> list[list[int]]:
-    """Groups of rows after each other of one request, at most `size` of them. Every row is in one group.
-
-    Kernels that share keys compute a group together. A group ends before a multiple of `size` rows of its request, by
-    `query_start_loc`, and where rows without a window and with one meet. A row of no request, or of a request that
-    `query_start_loc` lacks, is by itself.
-
-    request_rows: rows of a call.
-    window_lens: [T] int32 - columns of the window of each row.
-    size: a power of two.
-    """
-    requests, starts = request_rows.token_to_req.tolist(), request_rows.query_start_loc.tolist()
-    groups, before = list[list[int]](), None
-    for row, (request, length) in enumerate(zip(requests, window_lens.tolist(), strict=True)):
-        known = 0 <= request < len(starts) - 1
-        key = (request, length > 0, (row - starts[request]) // size) if known else (row,)
-        if key == before:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-        before = key
-    return groups
 
 
 def check_request_rows(request_rows: RequestRows, window: DenseIndices, entries: DenseIndices | None = None) -> None:

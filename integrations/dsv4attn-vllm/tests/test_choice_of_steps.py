@@ -288,7 +288,7 @@ STEP_KERNELS = {
     PROJECTION: {"quantize_output_kernel", "project_codes_kernel"},
     INDEXER: {"index_query_kernel", "score_kernel", "choose_kernel"},
     COMPRESSOR: {"save_kernel", "compress_kernel"},
-    MHC: {"products_kernel", "post_products_kernel", "post_kernel", "mix_kernel"},
+    MHC: {"products_kernel", "post_kernel", "mix_kernel"},
 }
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import few_rows, products
-from dsv4attn.backends._triton.layer.products import Tile
+from dsv4attn.backends._triton.layer.projections import few_rows, products
+from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, draw, each_dtype, seeded, strided
 
@@ -87,11 +87,11 @@ def test_the_rotation_is_undone_and_each_group_projected(dims: tuple[int, int], 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 128, 129])
 def test_every_tile_and_its_edges(tokens: int) -> None:
     tile = projection.tile_of(tokens, torch.bfloat16, 16)
-    for rank in (tile.ranks - 1, tile.ranks, tile.ranks + 1):
+    for rank in (tile.columns - 1, tile.columns, tile.columns + 1):
         call = Call((24, 8), torch.bfloat16, 2 * tokens + 1, tokens=tokens, rank=rank)
         with observed() as seen:
             call.check(call.run())
-        assert dict(seen[0].constants)["BLOCK_M"] == tile.tokens
+        assert dict(seen[0].constants)["BLOCK_M"] == tile.rows
 
 
 def test_matrices_may_be_wider_than_outputs() -> None:

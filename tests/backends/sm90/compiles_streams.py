@@ -25,7 +25,8 @@ def forms() -> Iterator[Variant]:
     bounds, facts = bounds_of(geometry_of("flash"), "e4m3fn"), DeviceFacts.named("sm_90")
     for deterministic in (False, True):
         for form in dict.fromkeys(Sm90Backend(deterministic=deterministic).kernel_variants(bounds, facts)):
-            if form.name == OWN or (deterministic and form.name == PRODUCTS and dict(form.constants)["MIXES"] == 24):
+            of_all = form.name == PRODUCTS and dict(form.types)["X"] == "none" and dict(form.constants)["MIXES"] == 24
+            if form.name == OWN or (deterministic and of_all):
                 yield form
 
 

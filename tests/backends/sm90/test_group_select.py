@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.backends._triton.layer import scratch, select
-from dsv4attn.backends._triton.layer.index_logits import TILES, tiles_for
+from dsv4attn.backends._triton.layer.indexer.launch import TILES, tiles_for
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends._triton.layer.selection import scratch
 from dsv4attn.backends.sm90 import group_select, index_logits, kernels_group_select, ops
 from dsv4attn.backends.sm90.group_select import Form
 from dsv4attn.backends.sm90.launch import Sm90Backend

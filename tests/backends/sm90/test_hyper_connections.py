@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, observed
-from dsv4attn.backends._triton.layer import hyper_connections_tuning as hc_tuning
+from dsv4attn.backends._triton.layer.hyper_connections import tuning as hc_tuning
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.backends.sm90 import hyper_connections
 from dsv4attn.backends.sm90.launch import Sm90Backend
@@ -156,7 +156,7 @@ def test_what_it_does_not_serve_is_left_to_the_shared_kernels(
     break_alignment(call, case)
     results, kernels = run_fused(call, deterministic=case not in ("few", "slices"))
 
-    assert [name.split("[")[0] for name in kernels] == ["post_products_kernel", "mix_kernel"]
+    assert [name.split("[")[0] for name in kernels] == ["products_kernel", "mix_kernel"]
     check_near(results, expected_of(call, results["residual"]))
 
 
@@ -205,11 +205,16 @@ def test_a_deterministic_backend_foresees_the_shared_kernels_for_one_number_of_t
     variants = {*Sm90Backend(deterministic=True).kernel_variants(bounds, DeviceFacts.named("sm_90"))}
     constants: dict[str, Any] = {
         name: [dict(variant.constants) for variant in variants if variant.name == name]
-        for name in ("products_kernel", "post_products_kernel", "mix_kernel")
+        for name in ("products_kernel", "mix_kernel")
     }
+    products = [variant for variant in variants if variant.name == "products_kernel"]
+    of_new = [variant for variant in products if dict(variant.types)["X"] != "none"]
 
-    assert {(c["BLOCK_M"], c["BLOCK_K"], c["STAGES"]) for c in constants["products_kernel"]} == {(64, 32, 3)}
-    assert len(constants["post_products_kernel"]) == 1
+    tiles = {
+        (c["BLOCK_M"], c["BLOCK_K"], c["STAGES"]) for v in products if v not in of_new for c in [dict(v.constants)]
+    }
+    assert tiles == {(64, 32, 3)}
+    assert len(of_new) == 1
     assert {c["BLOCK_R"] for c in constants["mix_kernel"]} == {2}
     # the head has no iterations
     assert {(c["MIXES"], c["BY_FACTORS"]) for c in constants["mix_kernel"]} == {(24, True), (4, False)}

@@ -11,7 +11,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends._triton.layer import index_logits as shared_index_logits
+from dsv4attn.backends._triton.layer.indexer import launch as shared_index_logits
 from dsv4attn.backends.sm90 import index_logits, index_select
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.cache.index_records import store_index_keys

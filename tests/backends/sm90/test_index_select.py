@@ -1,11 +1,12 @@
 """Scores and selection in one launch on Hopper: when it serves, and next to two steps on the same inputs.
 
-Where kernels are interpreted, the shared kernel of `_triton.layer.index_select` stands for Hopper's.
+Where kernels are interpreted, the kernel of `tests.backends._triton.layer.scored` stands for Hopper's.
 """
 
 from __future__ import annotations
 
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.layer import ops as shared_ops
-from dsv4attn.backends.sm90 import index_select, ops
+from dsv4attn.backends.sm90 import index_logits, index_select, ops
 from dsv4attn.backends.sm90.explain_notes import notes
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import LONGEST_BY_GROUPS, by_groups, in_one_launch, is_listed
@@ -23,6 +24,7 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
+from tests.backends._triton.layer import scored
 from tests.backends.sm90.calls import measured_lines
 from tests.backends.sm90.test_index_logits import DEVICE, drawn_call, hopper
 
@@ -68,6 +70,10 @@ def test_one_launch_serves_what_it_can_and_selects_what_two_steps_do(
     case: str, tokens: int, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "in_one_launch", lambda count, *_: count >= 12)
+    # for this launcher alone: the kernel of the scores cannot be interpreted either
+    as_on_hopper = {**vars(index_logits), "serves": lambda query: query.values.shape[1:] == (64, 128)}
+    monkeypatch.setattr(index_select, "index_logits", SimpleNamespace(**as_on_hopper))
+    monkeypatch.setattr(index_select, "_launch", lambda *arguments: scored.select(*arguments[:5]))
     arguments = drawn_call(tokens, 48 if case == "page" else 64, 32 if case == "heads" else 64)
     if case != "page":
         arguments = of_whole_numbers(arguments)

@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, multiprocessors, observed
-from dsv4attn.backends._triton.layer import output as shared
+from dsv4attn.backends._triton.layer.projections import output as shared
 from dsv4attn.backends.sm90 import output
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.output import FEW, MANY, Few, Many

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, fields
+from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.selected_keys import DenseIndices, RequestRows
@@ -15,13 +16,37 @@ from dsv4attn.core.contract.backend import AttentionCall, EntryIndices, Phase, R
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.core.torch_ops.request_rows import check_request_rows, groups_of
+from dsv4attn.core.torch_ops.request_rows import check_request_rows
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.random_step import StepFixture
 from tests.core.metadata.test_metadata import builder
 from tests.harness import BUILDER_OPS, C4A, C128A, I32, SWA, all_builder_ops, batch_of
 
 LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=64, max_model_len=256, num_speculative_tokens=4)
+
+
+def groups_of(request_rows: RequestRows, window_lens: Tensor, size: int) -> list[list[int]]:
+    """Groups of rows after each other of one request, at most `size` of them. Every row is in one group.
+
+    Kernels that share keys compute a group together. A group ends before a multiple of `size` rows of its request, by
+    `query_start_loc`, and where rows without a window and with one meet. A row of no request, or of a request that
+    `query_start_loc` lacks, is by itself.
+
+    request_rows: rows of a call.
+    window_lens: [T] int32 - columns of the window of each row.
+    size: a power of two.
+    """
+    requests, starts = request_rows.token_to_req.tolist(), request_rows.query_start_loc.tolist()
+    groups, before = list[list[int]](), None
+    for row, (request, length) in enumerate(zip(requests, window_lens.tolist(), strict=True)):
+        known = 0 <= request < len(starts) - 1
+        key = (request, length > 0, (row - starts[request]) // size) if known else (row,)
+        if key == before:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+        before = key
+    return groups
 
 
 def rows_of(metadata: AttentionMetadata) -> tuple[RequestRows, DenseIndices, DenseIndices]:

@@ -1,4 +1,4 @@
-"""Named tuples that travel through kernels that read a cache: its records, which are compiled in, and its pages."""
+"""Named tuples that travel through kernels of a cache: its records, which are compiled in, and its pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dsv4attn.backends._triton.launching.number_tuples import Int32, Int64
 
-__all__ = ["PageNumbers", "RecordForm"]
+__all__ = ["PageNumbers", "RecordForm", "TableNumbers", "WriterForm"]
 
 
 class RecordForm(NamedTuple):
@@ -28,6 +28,26 @@ class RecordForm(NamedTuple):
     exact_casts: bool
 
 
+class WriterForm(NamedTuple):
+    """What the records of a cache compile to where they are written.
+
+    aligned, group, coding, fnuz, exact_casts: as of `RecordForm`.
+    nope, rope: dims before those that rotate, and these. coded: leading dims that a record holds as codes, nope or all.
+    largest, floor: the largest code and a group's smallest maximum, by their bits in fp32.
+    """
+
+    aligned: int
+    nope: int
+    rope: int
+    coded: int
+    group: int
+    coding: int
+    fnuz: bool
+    largest: int
+    floor: int
+    exact_casts: bool
+
+
 class PageNumbers(NamedTuple):
     """Numbers of a cache's pages: how many, their records, and `CacheMemory.record_strides`."""
 
@@ -37,3 +57,11 @@ class PageNumbers(NamedTuple):
     data_stride: Int64
     scale_offset: Int64
     scale_stride: Int64
+
+
+class TableNumbers(NamedTuple):
+    """Numbers of a block table: its requests and columns, and elements between two of its rows."""
+
+    requests: Int32
+    columns: Int32
+    stride: Int64

@@ -1,4 +1,4 @@
-"""Gather steps: dequantise records of a cache to contiguous rows.
+"""Gather ops: dequantise records of a cache to contiguous rows.
 
 This file launches `kernels_gather`. The grid follows from shapes alone.
 """

@@ -1,4 +1,4 @@
-"""Insert steps: q normalised and rotated in place; keys rotated, rounded, quantised and stored.
+"""Insert ops: q normalised and rotated in place; keys rotated, rounded, quantised and stored.
 
 This file launches `kernels_insert`: it chooses tiles, warps and constants.
 """
@@ -6,7 +6,6 @@ This file launches `kernels_insert`: it chooses tiles, warps and constants.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +14,14 @@ from dsv4attn.backends._triton.cache.kernels_insert import insert_kernel, qnorm_
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
-    check_writer,
+    page_numbers,
     record_alignments,
     row_alignments,
-    writer_constants,
+    writer_form,
 )
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, architecture, launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.attention.checks import check_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
@@ -44,7 +43,7 @@ def quantize_and_insert_k_cache(k: Tensor, cache: PagedKVCache, slot_mapping: Te
     launch(
         insert_kernel,
         (min(k.shape[0], slot_mapping.shape[0]),),
-        (k, cache.tensor, slot_mapping, k.stride(0), cache.num_blocks, cache.block_size, *memory.record_strides),
+        (k, cache.tensor, slot_mapping, k.stride(0), page_numbers(cache, memory)),
         _insert_constants(
             cache.layout, alignment_of_rows(k), alignment_of_records(cache.layout, memory), architecture()
         ),
@@ -74,7 +73,7 @@ def qnorm_rope_kv_insert(
         (
             q, kv, cache.tensor, slot_mapping, positions, cos_sin_cache,
             q.stride(0), q.stride(1), kv.stride(0), cos_sin_cache.stride(0), cos_sin_cache.shape[0],
-            slot_mapping.shape[0], float(eps or 0.0), cache.num_blocks, cache.block_size, *memory.record_strides,
+            slot_mapping.shape[0], float(eps or 0.0), page_numbers(cache, memory),
         ),
         constants,
         num_warps=FUSED_WARPS,
@@ -83,20 +82,17 @@ def qnorm_rope_kv_insert(
 
 
 @cache
-def _insert_constants(layout: KVCacheLayout, rows: int, records: int, arch: str) -> dict[str, Any]:
-    check_writer(layout)
-    dims = {"NOPE": layout.nope_dim, "ROPE": layout.rope_dim, "CODED": layout.coded_dims}
-    chosen = {"ROW_ALIGNED": rows, "ALIGNED": records, "PDL": uses_pdl(arch) and not INTERPRETED}
-    return {**chosen, **writer_constants(layout), **dims}
+def _insert_constants(layout: KVCacheLayout, rows: int, records: int, arch: str) -> Constants:
+    form, overlapped = writer_form(layout, records), uses_pdl(arch) and not INTERPRETED
+    return Constants({"ROW_ALIGNED": rows, "WRITER": form, "PDL": overlapped})
 
 
 @cache
-def _fused_constants(
-    layout: KVCacheLayout, heads: int, rows: int, records: int, arch: str, *, norm: bool
-) -> dict[str, Any]:
+def _fused_constants(layout: KVCacheLayout, heads: int, rows: int, records: int, arch: str, *, norm: bool) -> Constants:
     block = max(TILE // next_power_of_2(layout.head_dim), 1)
     block = min(block, next_power_of_2(max(heads, 1)))
-    return {"HEADS": heads, "BLOCK_H": block, "NORM": norm, **_insert_constants(layout, rows, records, arch)}
+    of_q = {"HEADS": heads, "BLOCK_H": block, "NORM": norm}
+    return Constants({**of_q, **_insert_constants(layout, rows, records, arch)})
 
 
 @recorded

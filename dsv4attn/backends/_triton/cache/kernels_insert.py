@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.cache.forms import PageNumbers
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import (
@@ -116,14 +117,14 @@ def quantize_fp4(x):
 
 
 @triton.jit
-def encode(x, CODING: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
-    """Codes [G, S] and scale bytes [G], int32, of groups x [G, S] fp32 that are bf16 values. CODING: of `numerics`."""
-    if CODING == NVFP4:
+def encode(x, WRITER: tl.constexpr):
+    """Codes [G, S] and scale bytes [G], int32, of groups x [G, S] fp32 that are bf16 values. WRITER: a `WriterForm`."""
+    if WRITER.coding == NVFP4:
         codes, byte = quantize_fp4(x)
-    elif CODING == MXFP4:
-        codes, byte = quantize_e2m1(x, LARGEST, FLOOR)
+    elif WRITER.coding == MXFP4:
+        codes, byte = quantize_e2m1(x, WRITER.largest, WRITER.floor)
     else:
-        codes, byte = quantize(x, FNUZ, LARGEST, FLOOR)
+        codes, byte = quantize(x, WRITER.fnuz, WRITER.largest, WRITER.floor)
     return codes, byte
 
 
@@ -149,23 +150,24 @@ def pack_pairs(code, ROWS: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def insert_key(
-    key, angles, CACHE, slot, num_blocks, block_size, page_stride, data_stride, scale_offset, scale_stride,
-    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
-    CODING: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):  # fmt: skip
+def insert_key(key, angles, CACHE, slot, pages, WRITER: tl.constexpr):
     """Write the key at `key` to its slot, if there is such a slot.
 
-    key: pointer to [NOPE + ROPE], bf16 or fp32. angles: pointer to [ROPE] fp32, its cosines before its sines; None if
-    it is rotated. ALIGNED: bytes that divide the address of every record. CACHE: num_blocks pages, `page_stride`
-    elements apart: uint8, or bf16 or fp32 where keys are plain rows. CODED: leading dims that a record holds as codes,
-    NOPE or all. CODING: of `numerics`.
+    key: pointer to [nope + rope], bf16 or fp32. angles: pointer to [rope] fp32, its cosines before its sines; None if
+    it is rotated. CACHE: pages: uint8, or bf16 or fp32 where keys are plain rows. pages: `PageNumbers`. WRITER: a
+    `WriterForm`.
     """
-    block, row = slot // block_size, slot % block_size
-    if (slot >= 0) & (block < num_blocks):
-        page = CACHE + block * page_stride
-        record = tl.multiple_of(page + row * data_stride, ALIGNED)
+    ALIGNED: tl.constexpr = WRITER.aligned
+    NOPE: tl.constexpr = WRITER.nope
+    ROPE: tl.constexpr = WRITER.rope
+    CODED: tl.constexpr = WRITER.coded
+    GROUP: tl.constexpr = WRITER.group
+    CODING: tl.constexpr = WRITER.coding
+    EXACT_CASTS: tl.constexpr = WRITER.exact_casts
+    block, row = slot // pages.block_size, slot % pages.block_size
+    if (slot >= 0) & (block < pages.num_blocks):
+        page = CACHE + block * pages.page_stride
+        record = tl.multiple_of(page + row * pages.data_stride, ALIGNED)
         if GROUP > 0:
             groups: tl.constexpr = cdiv(CODED, GROUP)
             scales: tl.constexpr = cdiv(groups, 8) * 8 if CODED == NOPE else groups
@@ -178,7 +180,7 @@ def insert_key(
             if CODED > NOPE and angles is not None:
                 x = turned(x, key, angles, column, live, NOPE, ROPE, EXACT_CASTS)
             x = cast(x, tl.bfloat16, EXACT_CASTS).to(tl.float32)
-            codes, byte = encode(x, CODING, FNUZ, LARGEST, FLOOR)
+            codes, byte = encode(x, WRITER)
             if CODING != FP8:
                 codes = pack_pairs(codes, next_power_of_2(scales), size // 2)
                 # [G, S / 2]
@@ -186,7 +188,7 @@ def insert_key(
                 live = column < CODED // 2
             tl.store(record + column, codes.to(tl.uint8), mask=live)
             byte = tl.where(group < groups, byte, 0).to(tl.uint8)
-            tl.store(page + scale_offset + row * scale_stride + group, byte, mask=group < scales)
+            tl.store(page + pages.scale_offset + row * pages.scale_stride + group, byte, mask=group < scales)
             # the bf16 values begin right after the codes
             tail = (record + (CODED if CODING == FP8 else CODED // 2)).to(tl.pointer_type(tl.bfloat16))
         else:
@@ -215,40 +217,30 @@ def insert_key(
 
 @stable_kernel
 def insert_kernel(
-    K,  # [n, NOPE + ROPE], bf16 or fp32
-    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
+    K,  # [n, nope + rope], bf16 or fp32
+    CACHE,  # pages: uint8, or bf16 or fp32 where keys are plain rows
     SLOTS,  # [n] int64
-    k_stride: tl.int64, num_blocks: tl.int32, block_size: tl.int32,
-    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
-    ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, CODED: tl.constexpr, CODING: tl.constexpr, FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
+    k_stride: tl.int64, pages: PageNumbers, ROW_ALIGNED: tl.constexpr, WRITER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): each program writes one key. ROW_ALIGNED: bytes that divide the address of every row of K."""
     wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     key = tl.multiple_of(K + token * k_stride, ROW_ALIGNED)
-    insert_key(
-        key, None, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride, data_stride,
-        scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, CODING, FNUZ, LARGEST, FLOOR, EXACT_CASTS,
-    )  # fmt: skip
+    insert_key(key, None, CACHE, tl.load(SLOTS + token).to(tl.int64), pages, WRITER)
 
 
 @stable_kernel
 def qnorm_rope_kv_insert_kernel(
-    Q,  # [T, HEADS, NOPE + ROPE], overwritten
-    KV,  # [T, NOPE + ROPE]
-    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
+    Q,  # [T, HEADS, nope + rope], overwritten
+    KV,  # [T, nope + rope]
+    CACHE,  # pages: uint8, or bf16 or fp32 where keys are plain rows
     SLOTS,  # [num_slots] int64; tokens past them are not inserted
     POSITIONS,  # [T] int64
-    TABLE,  # [num_positions, ROPE] fp32, cosines before sines
+    TABLE,  # [num_positions, rope] fp32, cosines before sines
     q_stride: tl.int64, head_stride: tl.int64, kv_stride: tl.int64, table_stride: tl.int64,
-    num_positions: tl.int64, num_slots: tl.int64, eps: tl.float32, num_blocks: tl.int32, block_size: tl.int32,
-    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, ROW_ALIGNED: tl.constexpr,
-    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
-    CODING: tl.constexpr, FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
+    num_positions: tl.int64, num_slots: tl.int64, eps: tl.float32, pages: PageNumbers,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, ROW_ALIGNED: tl.constexpr, WRITER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each.
 
@@ -262,12 +254,10 @@ def qnorm_rope_kv_insert_kernel(
         if token < num_slots:
             angles = angles_of(POSITIONS + token, TABLE, table_stride, num_positions)
             key = tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED)
-            insert_key(
-                key, angles, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride,
-                data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, CODING, FNUZ, LARGEST,
-                FLOOR, EXACT_CASTS,
-            )  # fmt: skip
+            insert_key(key, angles, CACHE, tl.load(SLOTS + token).to(tl.int64), pages, WRITER)
     else:
+        NOPE: tl.constexpr = WRITER.nope
+        ROPE: tl.constexpr = WRITER.rope
         # an odd number of dims before the rotated ones: the tile begins one column early, so that pairs are pairs
         early: tl.constexpr = NOPE % 2
         block: tl.constexpr = next_power_of_2(NOPE + ROPE + early)
@@ -292,4 +282,4 @@ def qnorm_rope_kv_insert_kernel(
         turned_even, turned_odd = rotate(even, odd, cos[None, :], sin[None, :])
         even, odd = tl.where(turned[None, :], turned_even, even), tl.where(turned[None, :], turned_odd, odd)
         x = tl.reshape(tl.join(even, odd), (BLOCK_H, block))
-        tl.store(row[:, None] + column[None, :], round_to(x, Q.dtype.element_ty, EXACT_CASTS), mask=live)
+        tl.store(row[:, None] + column[None, :], round_to(x, Q.dtype.element_ty, WRITER.exact_casts), mask=live)

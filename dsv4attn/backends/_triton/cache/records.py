@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm
+from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm, TableNumbers, WriterForm
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
@@ -24,13 +23,13 @@ __all__ = [
     "alignment_of_records",
     "alignment_of_rows",
     "alignment_of_tokens",
-    "check_writer",
+    "float_bits",
     "page_numbers",
     "record_alignments",
     "record_form",
     "row_alignments",
-    "stored_dims",
-    "writer_constants",
+    "table_numbers",
+    "writer_form",
 ]
 
 
@@ -41,14 +40,6 @@ CODINGS = {Coding.FP8: numerics.FP8.value, Coding.NVFP4: numerics.NVFP4.value, C
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
     """Bytes of the widest useful access, and of an element. Eight codes, 16 bytes in bf16, are one access."""
     return (8, 1) if layout.is_quantised else (WIDE, layout.dtype.itemsize)
-
-
-def stored_dims(layout: KVCacheLayout) -> tuple[int, int]:
-    """(NOPE, ROPE) of kernels that read or write a record: leading dims that are codes, and trailing ones that are not.
-
-    Of plain rows, all are values: the two have the model's dims.
-    """
-    return (layout.coded_dims, layout.plain_dims) if layout.is_quantised else (layout.nope_dim, layout.rope_dim)
 
 
 def alignment_of_records(layout: KVCacheLayout, memory: CacheMemory) -> int:
@@ -94,7 +85,7 @@ def alignment_of_tokens(*tensors: Tensor) -> int:
     return alignment_of_rows(*tensors) if apart else 1
 
 
-def _bits(x: float) -> int:
+def float_bits(x: float) -> int:
     """Bits of a positive number in fp32, which are ordered like the numbers."""
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
@@ -102,9 +93,11 @@ def _bits(x: float) -> int:
 @cache
 def record_form(layout: KVCacheLayout, aligned: int) -> RecordForm:
     """The form of a cache's records for kernels that read them. aligned: `alignment_of_records`."""
-    coding = CODINGS[layout.coding] if layout.is_quantised else numerics.FP8.value
+    coding, dims = numerics.FP8.value, (layout.nope_dim, layout.rope_dim)
+    if layout.is_quantised:
+        coding, dims = CODINGS[layout.coding], (layout.coded_dims, layout.plain_dims)
     fnuz = layout.fp8_format is Fp8Format.FNUZ
-    return RecordForm(aligned, *stored_dims(layout), layout.group_size, coding, fnuz, exact_casts=not INTERPRETED)
+    return RecordForm(aligned, *dims, layout.group_size, coding, fnuz, exact_casts=not INTERPRETED)
 
 
 def page_numbers(cache: PagedKVCache, memory: CacheMemory) -> PageNumbers:
@@ -112,29 +105,22 @@ def page_numbers(cache: PagedKVCache, memory: CacheMemory) -> PageNumbers:
     return PageNumbers(cache.num_blocks, cache.block_size, *memory.record_strides)
 
 
-def check_writer(layout: KVCacheLayout) -> None:
-    """Raise ArgumentError for records that no kernel here writes as their layout asks."""
+def table_numbers(table: Tensor | None) -> TableNumbers:
+    """The numbers of a block table; zeros without one."""
+    return TableNumbers(0, 0, 0) if table is None else TableNumbers(table.shape[0], table.shape[1], table.stride(0))
+
+
+@cache
+def writer_form(layout: KVCacheLayout, aligned: int) -> WriterForm:
+    """The form of a cache's records for kernels that write them. aligned: `alignment_of_records`.
+
+    Raises ArgumentError for records that no kernel here writes as their layout asks.
+    """
     if layout.rounds_to_fp4:
         expected = "a layout whose writer does not round to fp4 first: no kernel here does"
         hint = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
         raise ArgumentError("cache layout", expected=expected, actual=f"{layout.fingerprint}, rounds_to_fp4", hint=hint)
-
-
-@cache
-def writer_constants(layout: KVCacheLayout) -> dict[str, Any]:
-    """Constants of kernels that write records.
-
-    CODING: of `numerics`. GROUP: codes of a scale, 0 if records are not quantised. LARGEST, FLOOR: the largest code and
-    a group's smallest maximum, by their bits.
-    """
-    form = record_form(layout, 1)
-    return {
-        "NOPE": form.nope,
-        "ROPE": form.rope,
-        "GROUP": form.group,
-        "CODING": form.coding,
-        "FNUZ": form.fnuz,
-        "EXACT_CASTS": form.exact_casts,
-        "LARGEST": _bits(layout.fp8_max),
-        "FLOOR": _bits(layout.amax_floor),
-    }
+    _, _, _, group, coding, fnuz, exact_casts = record_form(layout, aligned)
+    dims = layout.nope_dim, layout.rope_dim, layout.coded_dims
+    bounds = float_bits(layout.fp8_max), float_bits(layout.amax_floor)
+    return WriterForm(aligned, *dims, group, coding, fnuz, *bounds, exact_casts)

@@ -7,8 +7,6 @@ for its states, where requests have a prefix hit.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from dsv4attn.backends._triton.index_ops.kernels_builder import (
     cached_kernel,
     compressed_kernel,
     gather_lens_kernel,
-    owned_kernel,
     token_maps_kernel,
     window_kernel,
 )
@@ -45,6 +42,7 @@ __all__ = [
 BLOCK = 256
 """Tokens, or requests, of a program that writes a number for each."""
 _CONSTANTS = Constants({"BLOCK": BLOCK})
+_ENTRIES, _OWNED_ENTRIES = (Constants({"BLOCK": BLOCK, "OWNED": owned}) for owned in (False, True))
 WINDOW_TILE = 2048
 """Slots that a program writes together."""
 WINDOW_WARPS = {"sm_86": 8, "sm_89": 8}
@@ -56,10 +54,6 @@ def _tile_of(window: int) -> dict[str, int]:
     """Tokens of a program that writes windows, and columns that it writes together. Wider rows take several rounds."""
     columns = next_power_of_2(window)
     return {"TOKENS": max(WINDOW_TILE // columns, 1), "COLUMNS": columns}
-
-
-def _window_warps(arch: str) -> int:
-    return WINDOW_WARPS.get(arch, 4)
 
 
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
@@ -85,7 +79,7 @@ def build_window_indices(
     rows, lens = out
     maps = {"token_to_req": tokens.token_to_req, "is_valid": tokens.is_valid, "replay_start": replay_start}
     check_strides(written=("rows",), rows=rows, lens=lens, **maps)
-    tile, warps = _tile_of(window), _window_warps(architecture())
+    tile, warps = _tile_of(window), WINDOW_WARPS.get(architecture(), 4)
     pointers = rows, lens, *_pointers_of(tokens), pages.block_table, replay_start
     sizes = rows.stride(0), *rows.shape, lens.shape[0], tokens.first
     numbers = *sizes, *_numbers_of(tokens, pages), window, int(causal)
@@ -115,29 +109,21 @@ def build_cached_mask(tokens: StepTokens, num_cached: Tensor, ratio: int, out: T
 
 def build_compressed_slot_mapping(tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]) -> None:
     """See `core.torch_ops.index_ops`."""
-    grid, arguments = _entries_call(tokens, pages, ratio, out)
-    launch(compressed_kernel, grid, arguments, _CONSTANTS)
+    build_owned_slot_mapping(None, tokens, pages, ratio, out)
 
 
 def build_owned_slot_mapping(
-    ownership: Ownership, tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]
+    ownership: Ownership | None, tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]
 ) -> None:
-    """See `core.torch_ops.index_ops`."""
-    grid, arguments = _entries_call(tokens, pages, ratio, out)
-    rank_arguments = ownership.rank, ownership.size, ownership.interleave
-    launch(owned_kernel, grid, (*arguments, *rank_arguments), _CONSTANTS)
-
-
-def _entries_call(
-    tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]
-) -> tuple[tuple[int], tuple[Any, ...]]:
-    """Grid and arguments of the kernels of slots and lengths of entries."""
+    """See `core.torch_ops.index_ops`. ownership: None where all entries are on this rank."""
     slots, lens = out
     check_strides(slots=slots, lens=lens, token_to_req=tokens.token_to_req, is_valid=tokens.is_valid)
+    owner = (0, 1, 1) if ownership is None else (ownership.rank, ownership.size, ownership.interleave)
     pointers = slots, lens, *_pointers_of(tokens), pages.block_table
     sizes = tokens.token_to_req.shape[0], slots.shape[0], lens.shape[0]
-    numbers = *sizes, *_numbers_of(tokens, pages), ratio
-    return (cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),), (*pointers, *numbers)
+    numbers = *sizes, *_numbers_of(tokens, pages), ratio, *owner
+    grid = (cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),)
+    launch(compressed_kernel, grid, (*pointers, *numbers), _ENTRIES if ownership is None else _OWNED_ENTRIES)
 
 
 def _pointers_of(tokens: StepTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -111,35 +111,6 @@ def gather_lens_kernel(
 
 
 @stable_kernel
-def compressed_kernel(
-    slots,  # [num_slots] int64
-    lens,  # [num_lens] int32
-    token_to_req,  # [num_tokens] int32
-    is_valid,  # [num_tokens] bool
-    starts,  # [num_reqs + 1] int32
-    seq_lens,  # [num_reqs] int32
-    table,  # [num_reqs, num_columns] int32
-    num_tokens: tl.int32, num_slots: tl.int32, num_lens: tl.int32, starts_stride: tl.int64,
-    seq_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
-    num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, ratio: tl.int32,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (slots / BLOCK,). Entry that each token completes, and how many it sees; nothing past the last token."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < num_tokens
-    request = tl.load(token_to_req + token, mask=inside, other=-1)
-    position = positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, num_reqs)
-    valid = tl.load(is_valid + token, mask=inside, other=0)
-    known = (request >= 0) & (request < num_reqs)
-    seen = tl.where(known & (valid != 0) & (position >= 0), position + 1, 0)
-    completes = (seen > 0) & (seen % ratio == 0)
-    blocks = table + request.to(tl.int64) * table_stride
-    slot = slots_of(position // ratio, completes, blocks, table_column_stride, num_columns, block_size)
-    tl.store(slots + token, slot, mask=token < num_slots)
-    tl.store(lens + token, (seen // ratio).to(tl.int32), mask=token < num_lens)
-
-
-@stable_kernel
 def cached_kernel(
     is_cached,  # [num_tokens] bool
     token_to_req,  # [num_tokens] int32
@@ -162,7 +133,7 @@ def cached_kernel(
 
 
 @stable_kernel
-def owned_kernel(
+def compressed_kernel(
     slots,  # [num_slots] int64
     lens,  # [num_lens] int32
     token_to_req,  # [num_tokens] int32
@@ -174,11 +145,12 @@ def owned_kernel(
     seq_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
     num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, ratio: tl.int32,
     rank: tl.int32, size: tl.int32, interleave: tl.int32,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OWNED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (slots / BLOCK,). `compressed_kernel` of one rank, which owns entry e if rank = e // interleave % size.
+    """Grid: (slots / BLOCK,). Entry that each token completes, and how many it sees; nothing past the last token.
 
-    Slots of other ranks' entries are -1, lengths count this rank's entries, and the table has its pages.
+    OWNED: of one rank, which owns entry e if rank = e // interleave % size. Slots of other ranks' entries are -1 then,
+    lengths count this rank's entries, and the table has its pages.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
@@ -187,14 +159,18 @@ def owned_kernel(
     valid = tl.load(is_valid + token, mask=inside, other=0)
     known = (request >= 0) & (request < num_reqs)
     seen = tl.where(known & (valid != 0) & (position >= 0), position + 1, 0)
-    entries, cycle = seen // ratio, interleave * size
-    # entries of whole cycles, and those of the last one that are of this rank's run
-    rest = tl.minimum(tl.maximum(entries % cycle - rank * interleave, 0), interleave)
-    count = entries // cycle * interleave + rest
-    # the entry that is completed is the last one seen; if it is this rank's, it has the last of its numbers
-    entry = entries - 1
-    stored = (seen > 0) & (seen % ratio == 0) & (entry // interleave % size == rank)
+    completes = (seen > 0) & (seen % ratio == 0)
+    # the entry that a token completes, and how many it sees
+    entry, count = position // ratio, seen // ratio
+    if OWNED:
+        cycle = interleave * size
+        # entries of whole cycles, and those of the last one that are of this rank's run
+        rest = tl.minimum(tl.maximum(count % cycle - rank * interleave, 0), interleave)
+        # the entry that is completed is the last one seen; if it is this rank's, it has the last of its numbers
+        completes &= (count - 1) // interleave % size == rank
+        count = count // cycle * interleave + rest
+        entry = count - 1
     blocks = table + request.to(tl.int64) * table_stride
-    slot = slots_of(count - 1, stored, blocks, table_column_stride, num_columns, block_size)
+    slot = slots_of(entry, completes, blocks, table_column_stride, num_columns, block_size)
     tl.store(slots + token, slot, mask=token < num_slots)
     tl.store(lens + token, count.to(tl.int32), mask=token < num_lens)

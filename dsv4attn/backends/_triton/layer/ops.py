@@ -10,28 +10,22 @@ from typing import Any
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture
-from dsv4attn.backends._triton.layer import (
-    compress,
-    few_rows,
-    hyper_connections,
-    index_logits,
-    index_query,
-    latents,
-    norms,
-    products,
-    ranks,
-    scratch,
-    select,
-)
-from dsv4attn.backends._triton.layer.candidates import select_blocks, select_inside
+from dsv4attn.backends._triton.layer.compressor import latents
+from dsv4attn.backends._triton.layer.compressor import launch as compress
+from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.indexer import query as index_query
+from dsv4attn.backends._triton.layer.indexer.candidates import select_blocks, select_inside
+from dsv4attn.backends._triton.layer.projections import few_rows, norms, products
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends._triton.layer.selection import ranks, scratch
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract.layer_ops import CodedProducts, LayerOps
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops import candidates as torch_candidates
-from dsv4attn.core.torch_ops import latents as torch_latents
 from dsv4attn.core.torch_ops import selection as torch_selection
-from dsv4attn.core.torch_ops.arguments import StatePages, TokenMap
+from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.candidates import check_block_size
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import linear as torch_linear
@@ -60,7 +54,7 @@ def layer_ops(
         norm_q_kv=norms.norm_q_kv,
         save_partial_states=compress.save_partial_states,
         compress_norm_rope_store=compress.compress_norm_rope_store,
-        compress_latents=partial(compress_latents, **fallback),
+        compress_latents=partial(latents.compress_latents, **fallback),
         norm_rope_store=latents.norm_rope_store,
         indexer_q_rope_quant=index_query.indexer_q_rope_quant,
         fp8_paged_mqa_logits=partial(index_logits.fp8_paged_mqa_logits, **sums),
@@ -192,27 +186,6 @@ def select_topk_of_candidates(
         select_inside(query, cache, token_map, candidates, block_size, out, max_entries, exact_sums=exact_sums)
     else:
         out.fill_(-1)
-
-
-@without_modes
-def compress_latents(
-    kv: Tensor,
-    score: Tensor | None,
-    positions: Tensor,
-    token_to_req: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    ratio: int,
-    states: StatePages | None = None,
-    *,
-    deterministic: bool,
-) -> Tensor:
-    """See `torch_ops.latents`, which pools windows of more than `latents.MOST` tokens."""
-    if ratio <= latents.MOST:
-        return latents.compress_latents(kv, score, positions, token_to_req, norm_weight, eps, ratio, states)
-    return torch_latents.compress_latents(
-        kv, score, positions, token_to_req, norm_weight, eps, ratio, states, deterministic=deterministic
-    )
 
 
 def transient_bytes(max_tokens: int) -> int:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from dsv4attn.backends._triton.layer import (
-    candidates,
-    compress,
-    hyper_connections,
-    index_logits,
-    index_query,
-    latents,
-    norms,
-    ranks,
-    select,
-)
+from dsv4attn.backends._triton.layer.compressor import latents
+from dsv4attn.backends._triton.layer.compressor import launch as compress
+from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
+from dsv4attn.backends._triton.layer.indexer import candidates
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.indexer import query as index_query
+from dsv4attn.backends._triton.layer.projections import norms
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends._triton.layer.selection import ranks
 from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.core.contract.info import LAYER_PARTS
 from dsv4attn.core.contract.warmup import WarmupSpec

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache import insert
-from dsv4attn.backends._triton.cache.records import writer_constants
+from dsv4attn.backends._triton.cache.forms import WriterForm
+from dsv4attn.backends._triton.cache.records import writer_form
 from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache import index_records
@@ -206,8 +207,8 @@ def quantised(groups: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
     n, size = groups.shape
     padded = torch.cat([groups, groups.new_zeros(-n % GROUPS.value, size)]).to(DEVICE)
     codes, scales = torch.zeros_like(padded, dtype=torch.int32), torch.zeros_like(padded[:, 0], dtype=torch.int32)
-    constants: dict[str, Any] = {name: writer_constants(layout)[name] for name in ("FNUZ", "LARGEST", "FLOOR")}
-    launch(groups_kernel, (len(padded) // GROUPS.value,), (padded, codes, scales), {**constants, "S": size})
+    constants = {"S": size, "WRITER": writer_form(layout, 1)}
+    launch(groups_kernel, (len(padded) // GROUPS.value,), (padded, codes, scales), constants)
     return codes[:n].cpu(), scales[:n].cpu()
 
 
@@ -283,11 +284,11 @@ def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout) -> 
         assert seed % 2 or not layout.is_quantised or set(seen) <= usual
 
 
-MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "the other dialect": lambda c: {**c, "FNUZ": not c["FNUZ"]},
-    "a floor of 1e-8": lambda c: {**c, "FLOOR": 0x322BCC77},
-    "the other largest code": lambda c: {**c, "LARGEST": 0x43700000},
-    "RoPE one pair early": lambda c: {**c, "NOPE": c["NOPE"] - 2, "ROPE": c["ROPE"] + 2},
+MUTANTS: dict[str, Callable[[WriterForm], WriterForm]] = {
+    "the other dialect": lambda form: form._replace(fnuz=not form.fnuz),
+    "a floor of 1e-8": lambda form: form._replace(floor=0x322BCC77),
+    "the other largest code": lambda form: form._replace(largest=0x43700000),
+    "RoPE one pair early": lambda form: form._replace(nope=form.nope - 2, rope=form.rope + 2),
 }
 
 
@@ -298,8 +299,12 @@ def test_a_mutant_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None
     step.kv[0, :8] = 1e-6
     step.slots = torch.tensor([0], device=DEVICE)
     step.check()
-    changed = MUTANTS[mutant](writer_constants(step.layout))
     right = insert._fused_constants
-    monkeypatch.setattr(insert, "_fused_constants", lambda *facts, **norm: {**right(*facts, **norm), **changed})
+
+    def changed(*facts: Any, norm: bool) -> dict[str, Any]:
+        constants = right(*facts, norm=norm)
+        return {**constants, "WRITER": MUTANTS[mutant](constants["WRITER"])}
+
+    monkeypatch.setattr(insert, "_fused_constants", changed)
     with pytest.raises(AssertionError):
         step.check()

@@ -21,7 +21,9 @@ def one_of_each(variants: Iterable[Variant]) -> dict[Any, Variant]:
 
 
 def _size(variant: Variant) -> int:
-    return sum(value for _, value in variant.constants if isinstance(value, int))
+    values = [value for _, value in variant.constants]
+    numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+    return sum(number for number in numbers if isinstance(number, int))
 
 
 def compile_each(variants: Iterable[Variant], target: str) -> dict[str, str]:

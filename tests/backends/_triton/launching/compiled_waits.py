@@ -21,7 +21,8 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense
 from dsv4attn.backends._triton.launching.recorded import meta_cache
-from dsv4attn.backends._triton.layer import hyper_connections, output
+from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
+from dsv4attn.backends._triton.layer.projections import output
 from dsv4attn.backends._triton.tuning import HOPPER
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
@@ -43,9 +44,9 @@ def forms(arch: str) -> Iterator[Variant]:
     layer = evolve(ModelGeometry.preset("flash").layer_of_kind(LayerKind.SWA), num_heads=16)
     calls = meta_calls(layer, meta_pages([meta_cache(record)]), BF16, sinks=(False,), lses=(False,))
     streams = hyper_connections.variants(4, 4096, BF16, BF16, arch=arch)
-    # the first forms are those of few tokens
-    for name in ("products_kernel", "post_products_kernel", "mix_kernel"):
-        yield next(form for form in streams if form.name == name)
+    # the first forms are those of few tokens; of the first kernel, of streams as they are and of new ones
+    for name, x in (("products_kernel", "none"), ("products_kernel", "*bf16"), ("mix_kernel", None)):
+        yield next(form for form in streams if form.name == name and dict(form.types).get("X") == x)
     tuning = HOPPER.on(arch)
     yield from attention_launch.variants(calls, tuning, arch=arch)
 

@@ -16,20 +16,16 @@ from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.compiling.aot import compile_near
 from dsv4attn.backends._triton.compiling.targets import Target
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.layer import (
-    candidates,
-    compress,
-    few_rows,
-    hyper_connections,
-    index_logits,
-    index_query,
-    latents,
-    output,
-    products,
-    ranks,
-    select,
-)
-from dsv4attn.backends._triton.layer.hyper_connections_tuning import FEW, tile_of, tuning_for
+from dsv4attn.backends._triton.layer.compressor import latents
+from dsv4attn.backends._triton.layer.compressor import launch as compress
+from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
+from dsv4attn.backends._triton.layer.hyper_connections.tuning import FEW, tile_of, tuning_for
+from dsv4attn.backends._triton.layer.indexer import candidates
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.indexer import query as index_query
+from dsv4attn.backends._triton.layer.projections import few_rows, output, products
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends._triton.layer.selection import ranks
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 
 __all__ = ["CASES"]
@@ -45,7 +41,7 @@ def streams(arch: str) -> Iterator[Variant]:
     tuning, mixes = tuning_for(arch), []
     for variant in hyper_connections.variants(4, 7168, BF16, BF16, arch=arch):
         constants = dict(variant.constants)
-        tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused="OUT_ALIGNED" in constants)
+        tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused=dict(variant.types).get("X") not in (None, "none"))
         if {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "MIXES": 24}.items() <= constants.items():
             yield variant
         if dict(variant.types).get("NORM") == "*bf16":
@@ -105,14 +101,14 @@ def turned(arch: str) -> Iterator[Variant]:
 
 def of_few_rows(arch: str) -> Iterator[Variant]:
     """Products of codes with few rows."""
-    yield from few_rows.variants_of(few_rows.FewTile(16, 64, 128, 4, 4), BF16, torch.float32, arch=arch)
-    yield from few_rows.variants_of(few_rows.FewTile(64, 64, 128, 4, 3), BF16, torch.uint8, arch=arch)
+    yield from few_rows.variants_of(products.Tile(16, 64, 128, 4, 4), BF16, torch.float32, arch=arch)
+    yield from few_rows.variants_of(products.Tile(64, 64, 128, 4, 3), BF16, torch.uint8, arch=arch)
 
 
 def selection(arch: str) -> Iterator[Variant]:
     """Scores with maxima, of pages of any size, and the selection of 512 entries in rows that do not fit registers."""
     for variant in index_logits.variants(KVCacheLayout.index_fp8(), 64, arch=arch):
-        if dict(variant.constants)["STRIDE"] == 0 and dict(variant.types)["MAXIMA"] != "none":
+        if dict(variant.constants)["FORM"].stride == 0 and dict(variant.types)["MAXIMA"] != "none":
             yield variant
     for variant in select.variants(512, 2**18, arch=arch):
         if dict(variant.constants).get("LONG"):

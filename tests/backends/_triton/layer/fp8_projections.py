@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture
-from dsv4attn.backends._triton.layer import output
+from dsv4attn.backends._triton.layer.projections import output
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.testing import oracle
 from dsv4attn.testing.tolerances import F64

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_hyper_connections import sinkhorn_by_factors, split_factors
+from dsv4attn.backends._triton.layer.hyper_connections.kernels import sinkhorn_by_factors, split_factors
 
 
 @stable_kernel

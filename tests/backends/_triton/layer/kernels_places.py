@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.layer.kernels_output import parts_of_rows
+from dsv4attn.backends._triton.layer.projections.kernels_output import parts_of_rows
 
 __all__ = ["places_ahead"]
 

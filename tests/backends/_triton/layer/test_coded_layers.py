@@ -10,8 +10,9 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
-from dsv4attn.backends._triton.layer import few_rows
-from dsv4attn.backends._triton.layer.few_rows import CodedTiles, FewTile
+from dsv4attn.backends._triton.layer.projections import few_rows
+from dsv4attn.backends._triton.layer.projections.few_rows import CodedTiles
+from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
@@ -42,7 +43,7 @@ MOST = 32
 @pytest.fixture(autouse=True)
 def coded_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """An architecture with tiles of codes."""
-    tiles = FewTile(16, 64, 128, 4, 3), FewTile(MOST, 128, 64, 4, 3)
+    tiles = Tile(16, 64, 128, 4, 3), Tile(MOST, 128, 64, 4, 3)
     monkeypatch.setattr(few_rows, "CODED", {ARCH: CodedTiles(tiles, least_columns=128)})
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import compress
+from dsv4attn.backends._triton.layer.compressor import launch as compress
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -359,27 +359,36 @@ def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout, rat
 
 
 def change_constants(monkeypatch: pytest.MonkeyPatch, function: str = "_compress_constants", **changes: Any) -> None:
-    """Launch kernels with other constants than those that a function of `compress` makes."""
+    """Launch kernels with other fields of the forms that a function of `compress` makes."""
     right = getattr(compress, function)
 
     def changed(*facts: Any, overlap: bool) -> tuple[dict[str, Any], int]:
         constants, warps = right(*facts, overlap=overlap)
-        return {**constants, **changes}, warps
+        return {name: with_fields(constant, changes) for name, constant in constants.items()}, warps
 
     monkeypatch.setattr(compress, function, changed)
+
+
+def with_fields(form: Any, changes: dict[str, Any]) -> Any:
+    """A named tuple, and the one in its field `writer`, with those of the changed fields that it has."""
+    if not isinstance(form, tuple):
+        return form
+    fields: dict[str, Any] = form._asdict()  # type: ignore[attr-defined]
+    inner = {name: with_fields(value, changes) for name, value in fields.items()}
+    return form._replace(**{**inner, **{name: changes[name] for name in changes.keys() & fields}})  # type: ignore[attr-defined]
 
 
 ONE_PROGRAM, FINISHES, POOLS = (4, "_compress_constants"), (40, "_compress_constants"), (40, "_pool_constants")
 """Ratio, and whose constants change: of a program that makes an entry alone, and of both kernels of long windows."""
 BUGS: dict[str, tuple[tuple[int, str], dict[str, Any]]] = {
-    "half a window": (ONE_PROGRAM, {"RATIO": 2}),
-    "no overlap": (ONE_PROGRAM, {"OVERLAP": False}),
-    "RoPE one pair early": (ONE_PROGRAM, {"ROPE": 10}),
-    "the other dialect": (ONE_PROGRAM, {"FNUZ": True}),
-    "RoPE of a long window one pair early": (FINISHES, {"ROPE": 10}),
-    "half a long window": (POOLS, {"RATIO": 20}),
-    "a dim is left out": (POOLS, {"D": LAYOUTS[3].head_dim - 1}),
-    "lanes that are no rows": (POOLS, {"LANES": 2, "TILES": 1, "RATIO": 39}),
+    "half a window": (ONE_PROGRAM, {"ratio": 2}),
+    "no overlap": (ONE_PROGRAM, {"overlap": False}),
+    "RoPE one pair early": (ONE_PROGRAM, {"rope": 10}),
+    "the other dialect": (ONE_PROGRAM, {"fnuz": True}),
+    "RoPE of a long window one pair early": (FINISHES, {"rope": 10}),
+    "half a long window": (POOLS, {"ratio": 20}),
+    "a dim is left out": (POOLS, {"dim": LAYOUTS[3].head_dim - 1}),
+    "lanes that are no rows": (POOLS, {"lanes": 2, "tiles": 1, "ratio": 39}),
 }
 
 
@@ -401,5 +410,5 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("rows", "lanes"), [(1, 1), (2, 4), (8, 2), (4, 8)])
 def test_tiles_change_no_entry(rows: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_constants(monkeypatch, ROWS=rows, LANES=lanes)
+    change_constants(monkeypatch, rows=rows, lanes=lanes)
     Entries(LAYOUTS[11], 19, True, 3).check()

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.backends._triton.layer import compress
+from dsv4attn.backends._triton.layer.compressor import launch as compress
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops import compressor
 from tests.backends._triton.cache.caches import CPU, DEVICE, draw, memory, poisoned, seeded, strided

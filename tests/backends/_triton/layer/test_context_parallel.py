@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel.context import ContextParallel
@@ -47,6 +48,11 @@ def serve(rank: int, folder: str) -> None:
     os._exit(0)  # a group with a rank that has failed cannot be destroyed in order
 
 
+def name_of(variant: Variant) -> str:
+    """The name of a kernel, and whether it is for the entries of one rank."""
+    return f"{variant.name} of one rank" if dict(variant.constants).get("OWNED") else variant.name
+
+
 def compare() -> None:
     """A prompt in two chunks, longer than the top-k, and a decode: all layers, and launches of the decode.
 
@@ -67,8 +73,12 @@ def compare() -> None:
             mine = many.step([(sequences[1], count)], hidden[first : first + count])
         for got, expected in zip(mine, alone, strict=True):
             assert float((got - expected).norm()) <= 4e-3 * float(expected.norm()), (first, count)
-    launches, alone_launches = (Counter(variant.name for variant in variants) for variants in (seen, alone_seen))
+    launches, alone_launches = (Counter(map(name_of, variants)) for variants in (seen, alone_seen))
     kinds = Counter(layer.layer.kind.value for layer in many.layers)
     entries = kinds["c4a"] + kinds["c128a"]
-    further_launches = {"owned_kernel": entries, "merge_parts_kernel": entries, "keep_kernel": kinds["c4a"]}
+    further_launches = {
+        "compressed_kernel of one rank": entries,
+        "merge_parts_kernel": entries,
+        "keep_kernel": kinds["c4a"],
+    }
     assert (launches - alone_launches, alone_launches - launches) == (further_launches, {"compressed_kernel": entries})

@@ -8,15 +8,16 @@ from torch import Tensor
 
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends._triton.layer import few_rows, products
-from dsv4attn.backends._triton.layer.few_rows import FewTile, Heads, is_served, multiply
+from dsv4attn.backends._triton.layer.projections import few_rows, products
+from dsv4attn.backends._triton.layer.projections.few_rows import Heads, is_served, multiply
+from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, converted
 from tests.backends._triton.cache.caches import DEVICE, seeded, strided
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 NOPE, ROPE = 448, 64
-PLAIN = FewTile(16, 64, 128, 4, 4), FewTile(64, 128, 64, 8, 3)
-OF_HEADS = FewTile(16, 64, 64, 4, 6), FewTile(64, 64, 128, 4, 3)
+PLAIN = Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 8, 3)
+OF_HEADS = Tile(16, 64, 64, 4, 6), Tile(64, 64, 128, 4, 3)
 each_scale = pytest.mark.parametrize("scales", [FP32, torch.uint8, torch.float8_e8m0fnu], ids=str)
 
 
@@ -41,7 +42,7 @@ def rows_of(rows: int, depth: int, seed: int) -> Tensor:
 
 
 def product_of(
-    x: Tensor, weight: Tensor | BlockScaledWeight, tile: FewTile, groups: int = 1, heads: Heads | None = None
+    x: Tensor, weight: Tensor | BlockScaledWeight, tile: Tile, groups: int = 1, heads: Heads | None = None
 ) -> Tensor:
     """The product in fp32; what lies after it and between its rows stays."""
     columns = (weight if isinstance(weight, Tensor) else weight.weight).shape[0]
@@ -62,7 +63,7 @@ def is_right(result: Tensor, x: Tensor, weight: Tensor) -> bool:
 
 @pytest.mark.parametrize("tile", PLAIN, ids=str)
 @each_scale
-def test_codes_multiply_as_their_bf16_copy_does(tile: FewTile, scales: torch.dtype) -> None:
+def test_codes_multiply_as_their_bf16_copy_does(tile: Tile, scales: torch.dtype) -> None:
     for seed, (rows, columns, depth) in enumerate([(17, 256, 256), *([(70, 128, 512)] if scales == FP32 else [])]):
         x = rows_of(rows, depth, seed)
         weight = coded(columns, depth, seed, scales)
@@ -80,7 +81,7 @@ def test_a_factor_of_the_wrong_block_is_seen() -> None:
 
 
 @pytest.mark.parametrize("tile", OF_HEADS, ids=str)
-def test_groups_of_heads_with_columns_of_another_tensor(tile: FewTile) -> None:
+def test_groups_of_heads_with_columns_of_another_tensor(tile: Tile) -> None:
     heads, groups, rank = 4, 2, 64
     for rows in (18,):
         o = rows_of(rows, heads * (NOPE + ROPE), rows)
@@ -107,9 +108,9 @@ def test_what_the_kernel_does_not_multiply() -> None:
     weight = coded(128, 256, 0)
     assert is_served(x, weight, out, tile)
     assert not is_served(x, weight, out, tile, 4)
-    assert not is_served(x, weight, out, FewTile(16, 64, 512, 4, 3))
-    assert not is_served(x, weight, out, FewTile(16, 64, 256, 4, 3))
-    assert is_served(x, converted(weight), out, FewTile(16, 64, 256, 4, 3))
+    assert not is_served(x, weight, out, Tile(16, 64, 512, 4, 3))
+    assert not is_served(x, weight, out, Tile(16, 64, 256, 4, 3))
+    assert is_served(x, converted(weight), out, Tile(16, 64, 256, 4, 3))
     assert not is_served(x[:, ::2], weight, out, tile)
     assert not is_served(torch.empty(3, 257, dtype=BF16, device=DEVICE)[:, 1:], weight, out, tile)
     small = BlockScaledWeight(weight.weight, torch.ones(4, 8, device=DEVICE))
@@ -137,7 +138,7 @@ class TestOnADevice:
     """Bits for all numbers of rows, and NaN codes."""
 
     @pytest.mark.parametrize("tile", PLAIN, ids=str)
-    def test_d2_bits_are_those_of_the_copy_in_other_products(self, tile: FewTile) -> None:
+    def test_d2_bits_are_those_of_the_copy_in_other_products(self, tile: Tile) -> None:
         x, weight = rows_of(300, 1024, 0), coded(512, 1024, 0)
         copy, expected = converted(weight), torch.empty(300, 512, device=DEVICE)
         products.product(x, copy, expected, products.base_tile(architecture()))
@@ -145,7 +146,7 @@ class TestOnADevice:
             assert torch.equal(product_of(x[:rows], weight, tile), expected[:rows])
 
     @pytest.mark.parametrize("tile", PLAIN, ids=str)
-    def test_a_nan_code_reaches_its_column_alone(self, tile: FewTile) -> None:
+    def test_a_nan_code_reaches_its_column_alone(self, tile: Tile) -> None:
         weight = coded(256, 1024, 0)
         weight.weight.view(torch.uint8)[5, 77] = 0xFF
         result = product_of(rows_of(3, 1024, 0), weight, tile)
@@ -153,7 +154,7 @@ class TestOnADevice:
         assert result.isnan().sum() == 3
 
     @pytest.mark.parametrize("tile", [*OF_HEADS, *few_rows.HEADS["sm_90"]], ids=str)
-    def test_d2_wo_a_has_the_bits_of_other_tiles(self, tile: FewTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_d2_wo_a_has_the_bits_of_other_tiles(self, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
         o, table = torch.randn(100, 64, NOPE + ROPE, device=DEVICE).to(BF16), torch.randn(100, ROPE, device=DEVICE)
         weight, positions = converted(coded(8 * 1024, 4096, 0)), torch.arange(100, device=DEVICE)
         monkeypatch.setattr(few_rows, "HEADS", {})

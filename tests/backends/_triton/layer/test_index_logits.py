@@ -12,7 +12,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed, recording
-from dsv4attn.backends._triton.layer import index_logits, kernels_index_logits, select
+from dsv4attn.backends._triton.layer.indexer import kernels
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends.sm90 import group_select
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.triton.launch import GenericBackend
@@ -297,9 +299,10 @@ def test_exact_sums_multiply_no_codes(make: type[TritonBackend], model: str, mon
         scoring = [
             dict(variant.constants) for variant in variants if "select" in variant.name or "score" in variant.name
         ]
-        return {constants["KIND"] for constants in scoring if "KIND" in constants}, bits
+        forms = [constants["FORM"].kind if "FORM" in constants else constants.get("KIND") for constants in scoring]
+        return {kind for kind in forms if kind is not None}, bits
 
-    assert facts("fp8") == ({kernels_index_logits.NATIVE.value}, 14)
-    assert facts("exact") == ({kernels_index_logits.CODES.value}, 24)
+    assert facts("fp8") == ({kernels.NATIVE.value}, 14)
+    assert facts("exact") == ({kernels.CODES.value}, 24)
     with pytest.raises(ArgumentError, match="index_sums: expected 'fp8' or 'exact', got 'more'"):
         make(index_sums="more")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.backends._triton.layer import index_query
+from dsv4attn.backends._triton.layer.indexer import query as index_query
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.torch_ops import indexer
 from dsv4attn.core.torch_ops.indexer import IndexQuery

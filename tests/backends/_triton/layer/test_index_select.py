@@ -20,13 +20,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import index_logits, index_select, kernels_index_select, kernels_lists, select
-from dsv4attn.backends._triton.layer.index_query import indexer_q_rope_quant
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.indexer.query import indexer_q_rope_quant
+from dsv4attn.backends._triton.layer.selection import kernels_lists
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends.sm90 import index_select as hopper
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from tests.backends._triton.cache.caches import DEVICE
+from tests.backends._triton.layer import kernels_scored as kernels_index_select
+from tests.backends._triton.layer import scored as index_select
 from tests.backends._triton.layer.test_select_topk import KINDS, interpreted, selected_by_oracle
 from tests.programs import import_text
 
@@ -170,8 +175,8 @@ def test_nothing_happens_without_rows_or_columns() -> None:
 
 @pytest.mark.parametrize("topk", [1, 512, 513, 1024, 2048])
 def test_a_list_has_space_for_what_is_kept_and_a_tile(topk: int) -> None:
-    places = index_select.capacity_of(topk)
-    assert topk + index_select.slack_of(topk) <= places // 2
+    for module in (index_select, hopper):
+        assert topk + module.slack_of(topk) <= module.capacity_of(topk) // 2
 
 
 BUGS = {
@@ -207,7 +212,7 @@ def planted(file: ModuleType, right: str, wrong: str, folder: Path) -> ModuleTyp
     assert texts[name].count(right) == 1, f"the kernels no longer say {right!r} once"
     texts[name] = texts[name].replace(right, wrong)
     lists = import_text(folder / f"planted_lists_{folder.name}.py", texts["kernels_lists"])
-    kernels = import_text(folder / f"planted_kernels_{folder.name}.py", texts["kernels_index_select"])
+    kernels = import_text(folder / f"planted_kernels_{folder.name}.py", texts["kernels_scored"])
     for function in ("make_space", "choose_listed"):
         setattr(kernels, function, getattr(lists, function))
     copy = import_text(folder / f"planted_{folder.name}.py", inspect.getsource(index_select))
@@ -215,4 +220,4 @@ def planted(file: ModuleType, right: str, wrong: str, folder: Path) -> ModuleTyp
     return copy
 
 
-KERNELS = {"kernels_lists": kernels_lists, "kernels_index_select": kernels_index_select}
+KERNELS = {"kernels_lists": kernels_lists, "kernels_scored": kernels_index_select}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import latents
+from dsv4attn.backends._triton.layer.compressor import latents
 from dsv4attn.backends._triton.layer.ops import layer_ops
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages

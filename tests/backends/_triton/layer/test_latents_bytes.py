@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dsv4attn.backends._triton.layer import latents
+from dsv4attn.backends._triton.layer.compressor import latents
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import EntryNorm
 from dsv4attn.testing.oracle_cache import place_of

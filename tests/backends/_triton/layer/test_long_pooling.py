@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import compress
+from dsv4attn.backends._triton.layer.compressor import launch as compress
 from dsv4attn.core.cache.layout import KVCacheLayout
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, memory
 from tests.backends._triton.layer.test_compress import INDEX_LAYOUTS, Entries, values_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import norms
+from dsv4attn.backends._triton.layer.projections import norms
 from dsv4attn.core.torch_ops.norms import norm_q_kv as definition
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, seeded, strided

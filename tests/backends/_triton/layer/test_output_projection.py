@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
-from dsv4attn.backends._triton.layer import output
+from dsv4attn.backends._triton.layer.projections import output
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.errors import ArgumentError

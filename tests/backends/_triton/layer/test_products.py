@@ -15,8 +15,16 @@ from torch import Tensor
 
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.backends._triton.layer import output, products
-from dsv4attn.backends._triton.layer.products import TILES, Tile, base_tile, linear, parts_of, product, tile_for
+from dsv4attn.backends._triton.layer.projections import output, products
+from dsv4attn.backends._triton.layer.projections.products import (
+    TILES,
+    Tile,
+    base_tile,
+    linear,
+    parts_of,
+    product,
+    tile_for,
+)
 from dsv4attn.backends._triton.support import ONE_ORDER
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.backends._triton.layer import kernels_ranks, ranks, select
+from dsv4attn.backends._triton.layer.selection import kernels_ranks, ranks
+from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership

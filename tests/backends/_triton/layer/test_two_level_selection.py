@@ -12,7 +12,11 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends._triton.layer import candidates, index_logits, ops, scratch, select
+from dsv4attn.backends._triton.layer import ops
+from dsv4attn.backends._triton.layer.indexer import candidates
+from dsv4attn.backends._triton.layer.indexer import launch as index_logits
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends._triton.layer.selection import scratch
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
-import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
-from dsv4attn.backends._triton.layer.kernels_few_rows import few_rows_kernel
-from dsv4attn.backends._triton.layer.products import GROUP, UNIT
+from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch
+from dsv4attn.backends._triton.layer.projections.kernels_few_rows import few_rows_kernel
+from dsv4attn.backends._triton.layer.projections.products import UNIT, Tile, tile_constants
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.model.weight_scales import factors_of
@@ -32,7 +29,6 @@ __all__ = [
     "HEADS",
     "HEAD_RUN",
     "CodedTiles",
-    "FewTile",
     "Heads",
     "is_served",
     "most_rows",
@@ -51,17 +47,6 @@ HEAD_RUN = 64
 
 
 @frozen
-class FewTile:
-    """Rows, columns and summed columns of a tile, and warps and pipeline stages of its program."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-@frozen
 class CodedTiles:
     """Tiles of products with codes on an architecture, and which of these products take less time than those of bf16.
 
@@ -69,18 +54,16 @@ class CodedTiles:
     least_columns: of a weight; tiles of fewer columns do not fill the device.
     """
 
-    tiles: tuple[FewTile, ...]
+    tiles: tuple[Tile, ...]
     least_columns: int
 
-    def of(self, rows: int) -> FewTile:
+    def of(self, rows: int) -> Tile:
         """The tile of a product."""
         return next(tile for tile in self.tiles if rows <= tile.rows)
 
 
 CODED: Mapping[str, CodedTiles] = {
-    "sm_90": CodedTiles(
-        (FewTile(16, 64, 128, 4, 4), FewTile(32, 64, 128, 4, 4), FewTile(64, 64, 128, 4, 3)), least_columns=7168
-    )
+    "sm_90": CodedTiles((Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3)), least_columns=7168)
 }
 """Tiles of products with codes by architecture. No codes are read on architectures that are not here.
 
@@ -93,7 +76,7 @@ of that of these on an H100, by rows (Triton 3.6, 2026-11-27):
     wo_b of Pro            1.39   1.33   1.37   1.01
     wo_b of Flash          0.98   0.97   0.97   0.68   (4,096 columns)
 """
-HEADS: Mapping[str, tuple[FewTile, ...]] = {"sm_90": (FewTile(16, 64, 128, 4, 6), FewTile(64, 64, 64, 4, 8))}
+HEADS: Mapping[str, tuple[Tile, ...]] = {"sm_90": (Tile(16, 64, 128, 4, 6), Tile(64, 64, 64, 4, 8))}
 """Tiles of products of heads with bf16 weights, as `CodedTiles.tiles`; `projection.MANY` has their times."""
 _POWERS = range(127 - 30, 127 + 31)
 """Exponent fields of factors with which sums can be in units of a factor: no unit makes a sum too large or small.
@@ -122,7 +105,7 @@ class Heads:
         return HEAD_RUN
 
 
-def is_served(x: Tensor, weight: Tensor | BlockScaledWeight, out: Tensor, tile: FewTile, num_groups: int = 1) -> bool:
+def is_served(x: Tensor, weight: Tensor | BlockScaledWeight, out: Tensor, tile: Tile, num_groups: int = 1) -> bool:
     """Whether the kernel multiplies these."""
     if isinstance(weight, BlockScaledWeight):
         if weight.block_size != (BLOCK, BLOCK) or BLOCK % tile.depth or BLOCK % tile.columns:
@@ -177,7 +160,7 @@ def multiply(
     x: Tensor,
     weight: Tensor | BlockScaledWeight,
     out: Tensor,
-    tile: FewTile,
+    tile: Tile,
     num_groups: int = 1,
     heads: Heads | None = None,
 ) -> None:
@@ -200,37 +183,16 @@ def multiply(
             x, turned, codes, scales, out, rows, columns // UNIT, depth, columns // num_groups // UNIT, x.stride(0),
             turned.stride(0), codes.stride(0), scales.stride(0), scales.stride(1), out.stride(0),
         ),
-        _constants(tile, *dims, codes is not weight, architecture()),
+        _constants(tile, *dims, architecture(), coded=codes is not weight),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
 
 @cache
-def _constants(
-    tile: FewTile,
-    nope: int,
-    rope: int,
-    run: int,
-    coded: bool,  # noqa: FBT001 - constants of a launch
-    arch: str,
-) -> dict[str, Any]:
-    return {
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.columns,
-        "BLOCK_K": tile.depth,
-        "GROUP": GROUP,
-        "NOPE": nope,
-        "ROPE": rope,
-        "RUN": run,
-        "CODED": coded,
-        "BLOCK": BLOCK,
-        "UNIT": UNIT,
-        # interpreted bf16 is multiplied as bit patterns
-        "DT": tl.float64 if INTERPRETED else tl.bfloat16,
-        "EXACT_CASTS": not INTERPRETED,
-        "PDL": uses_pdl(arch) and not INTERPRETED,
-    }
+def _constants(tile: Tile, nope: int, rope: int, run: int, arch: str, *, coded: bool) -> Constants:
+    of_heads = {"NOPE": nope, "ROPE": rope, "RUN": run}
+    return Constants({**tile_constants(tile, arch), **of_heads, "CODED": coded, "BLOCK": BLOCK, "UNIT": UNIT})
 
 
 @recorded
@@ -243,7 +205,7 @@ def variants() -> None:
 
 
 @recorded
-def variants_of(tile: FewTile, out_dtype: torch.dtype, scales: torch.dtype | None) -> None:
+def variants_of(tile: Tile, out_dtype: torch.dtype, scales: torch.dtype | None) -> None:
     """The variant of a tile. scales: dtype of the scales of codes; None: of a product with bf16."""
     x, weight = (meta_rows(BLOCK, BLOCK, dtype=dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
     of_codes = x if scales is None else BlockScaledWeight(weight, meta_rows(1, 1, dtype=scales))

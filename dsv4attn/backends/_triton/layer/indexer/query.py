@@ -1,21 +1,20 @@
 """The op that makes the indexer's queries: rotated, quantised as their keys are, with all factors in the weights.
 
-This file launches `kernels_index_query`. Bits of a head depend on nothing but that head.
+This file launches `kernels_query`. Bits of a head depend on nothing but that head.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_constants
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_form
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch
-from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kernel
+from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch
+from dsv4attn.backends._triton.layer.indexer.kernels_query import index_query_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
@@ -67,22 +66,14 @@ def _value_columns(layout: KVCacheLayout) -> int:
 
 
 @cache
-def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int, arch: str) -> dict[str, Any]:
+def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int, arch: str) -> Constants:
     block = min(max(TILE // next_power_of_2(layout.head_dim), 1), next_power_of_2(heads))
-    writer = writer_constants(layout)
-    return {
-        "HEADS": heads,
-        "BLOCK_H": block,
-        "ROW_ALIGNED": rows,
-        # memory of our own begins at a multiple of 16
-        "VALUES_ALIGNED": math.gcd(_value_columns(layout) * layout.dtype.itemsize, WIDE),
-        "D": layout.head_dim,
-        "ROPE": rope,
-        "CODE_BITS": _code_bits(layout),
-        "GROUP": layout.group_size,
-        **{name: writer[name] for name in ("FNUZ", "LARGEST", "FLOOR", "EXACT_CASTS")},
-        "NATIVE": layout.fp8_format is Fp8Format.OCP and arch in FP8_UNITS,
-    }
+    # memory of our own begins at a multiple of 16
+    values = math.gcd(_value_columns(layout) * layout.dtype.itemsize, WIDE)
+    native = layout.fp8_format is Fp8Format.OCP and arch in FP8_UNITS
+    of_heads = {"HEADS": heads, "BLOCK_H": block, "ROW_ALIGNED": rows, "VALUES_ALIGNED": values}
+    of_codes = {"CODE_BITS": _code_bits(layout), "NATIVE": native, "WRITER": writer_form(layout, values)}
+    return Constants({**of_heads, "D": layout.head_dim, "ROPE": rope, **of_codes})
 
 
 @recorded

@@ -20,8 +20,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.kernels_products import described_product_kernel, product_kernel
+from dsv4attn.backends._triton.launching.runtime import (
+    INTERPRETED,
+    WIDE,
+    Constants,
+    architecture,
+    launch,
+    multiprocessors,
+)
+from dsv4attn.backends._triton.layer.projections.kernels_products import described_product_kernel, product_kernel
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
@@ -37,6 +44,7 @@ __all__ = [
     "linear",
     "parts_of",
     "product",
+    "tile_constants",
     "tile_for",
     "variants",
     "variants_of",
@@ -269,35 +277,30 @@ def product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> None:
             x, weight, out, rows, columns // UNIT if fast else columns, depth, x.stride(0), weight.stride(0),
             out.stride(0),
         ),
-        _constants(tile, fast, rows < tile.rows or not fast, arch),
+        _constants(tile, arch, fast=fast, few=rows < tile.rows or not fast),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
 
 @cache
-def _constants(
-    tile: Tile,
-    fast: bool,  # noqa: FBT001 - constants of a launch
-    few: bool,  # noqa: FBT001 - as above
-    arch: str,
-) -> dict[str, Any]:
-    of_operands = {"FEW": few, "WHOLE": fast, "ALIGNED": WIDE if fast else 1}
-    return {**_common_constants(tile, arch), **of_operands, "UNIT": UNIT if fast else 1}
+def _constants(tile: Tile, arch: str, *, fast: bool, few: bool) -> Constants:
+    of_operands = {"FEW": few, "WHOLE": fast, "ALIGNED": WIDE if fast else 1, "UNIT": UNIT if fast else 1}
+    return Constants({**tile_constants(tile, arch), "SWAPPED": tile.swapped, **of_operands})
 
 
 @cache
-def _described_constants(tile: Tile, arch: str) -> dict[str, Any]:
-    return {**_common_constants(tile, arch), "UNIT": UNIT, "FLAT": tile.flat}
+def _described_constants(tile: Tile, arch: str) -> Constants:
+    return Constants({**tile_constants(tile, arch), "SWAPPED": tile.swapped, "UNIT": UNIT, "FLAT": tile.flat})
 
 
-def _common_constants(tile: Tile, arch: str) -> dict[str, Any]:
+def tile_constants(tile: Tile, arch: str) -> dict[str, Any]:
+    """Constants of kernels that multiply rows of bf16."""
     return {
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.depth,
         "GROUP": GROUP,
-        "SWAPPED": tile.swapped,
         # interpreted bf16 is multiplied as bit patterns, and sums of fp32 depend on the place of a row in its tile
         "DT": tl.float64 if INTERPRETED else tl.bfloat16,
         "EXACT_CASTS": not INTERPRETED,

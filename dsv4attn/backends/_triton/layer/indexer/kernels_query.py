@@ -48,22 +48,24 @@ def turned_tail(
 
 
 @triton.jit
-def encode(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
+def encode(x, WRITER: tl.constexpr, NATIVE: tl.constexpr):
     """Bytes of `encode_e4m3`. NATIVE: the device converts to e4m3fn itself, with the same codes."""
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else encode_e4m3(x, FNUZ, LARGEST).to(tl.uint8)
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return encode_e4m3(x, WRITER.fnuz, WRITER.largest).to(tl.uint8)
 
 
 @triton.jit
 def store_e2m1(
-    x, codes, scales, live, COUNT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    LARGEST: tl.constexpr, FLOOR: tl.constexpr,
+    x, codes, scales, live, COUNT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, WRITER: tl.constexpr
 ):  # fmt: skip
     """Write the codes and scale bytes of heads x [BLOCK_H, BLOCK] fp32, of which the first COUNT dims exist.
 
     codes, scales: [BLOCK_H] pointers to bytes.
     """
+    GROUP: tl.constexpr = WRITER.group
     groups: tl.constexpr = BLOCK // GROUP
-    values, byte = quantize_e2m1(tl.reshape(x, (BLOCK_H * groups, GROUP)), LARGEST, FLOOR)
+    values, byte = quantize_e2m1(tl.reshape(x, (BLOCK_H * groups, GROUP)), WRITER.largest, WRITER.floor)
     place, group = tl.arange(0, BLOCK // 2), tl.arange(0, groups)
     packed = pack_pairs(tl.reshape(values, (BLOCK_H, BLOCK)), BLOCK_H, BLOCK // 2)
     mask = live[:, None] & (place < COUNT // 2)[None, :]
@@ -84,8 +86,7 @@ def index_query_kernel(
     q_stride: tl.int64, head_stride: tl.int64, weight_stride: tl.int64, num_positions: tl.int64,
     table_stride: tl.int64, factor: tl.float32,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGNED: tl.constexpr, VALUES_ALIGNED: tl.constexpr,
-    D: tl.constexpr, ROPE: tl.constexpr, CODE_BITS: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    D: tl.constexpr, ROPE: tl.constexpr, CODE_BITS: tl.constexpr, NATIVE: tl.constexpr, WRITER: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): each program takes BLOCK_H heads of a token.
 
@@ -93,6 +94,8 @@ def index_query_kernel(
     VALUES. CODE_BITS: 8 of e4m3, with one scale a head, which is folded into its weight; 4 of e2m1; 0 of plain values.
     factor: of every weight.
     """
+    EXACT_CASTS: tl.constexpr = WRITER.exact_casts
+    GROUP: tl.constexpr = WRITER.group
     parts: tl.constexpr = cdiv(HEADS, BLOCK_H)
     # dims before `first` are not rotated; of e2m1 these are whole groups
     first: tl.constexpr = (D - ROPE) // GROUP * GROUP if CODE_BITS == 4 else D - ROPE
@@ -127,23 +130,19 @@ def index_query_kernel(
         if CODE_BITS == 4:
             scales = SCALES + place * (D // GROUP)
             if first > 0:
-                store_e2m1(
-                    x, values, scales, live, first, BLOCK_H, next_power_of_2(first), GROUP, LARGEST, FLOOR
-                )  # fmt: skip
-            store_e2m1(
-                tail, values + first // 2, scales + first // GROUP, live, D - first, BLOCK_H,
-                next_power_of_2(D - first), GROUP, LARGEST, FLOOR,
-            )  # fmt: skip
+                store_e2m1(x, values, scales, live, first, BLOCK_H, next_power_of_2(first), WRITER)
+            values, scales = values + first // 2, scales + first // GROUP
+            store_e2m1(tail, values, scales, live, D - first, BLOCK_H, next_power_of_2(D - first), WRITER)
         else:
             amax = tl.max(size_bits(tail), 1)
             if first > 0:
                 amax = tl.maximum(amax, tl.max(size_bits(x), 1))
-            byte = scale_byte(amax, LARGEST, FLOOR)
+            byte = scale_byte(amax, WRITER.largest, WRITER.floor)
             weight *= scale_of_byte(byte)
             shrink = scale_of_byte(254 - byte)[:, None]
             if first > 0:
-                code = encode(x * shrink, FNUZ, LARGEST, NATIVE)
+                code = encode(x * shrink, WRITER, NATIVE)
                 tl.store(values[:, None] + dim[None, :], code, mask=mask)
-            code = encode(tail * shrink, FNUZ, LARGEST, NATIVE)
+            code = encode(tail * shrink, WRITER, NATIVE)
             tl.store(values[:, None] + (first + tail_dim)[None, :], code, mask=tail_mask)
     tl.store(FOLDED + place, weight, mask=live)

@@ -6,24 +6,27 @@ This file launches `kernels_latents`. Bits of a latent and of a record depend on
 from __future__ import annotations
 
 from functools import cache as cached
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4attn.backends._triton.cache.forms import PageNumbers
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
+    page_numbers,
     record_alignments,
     row_alignments,
+    table_numbers,
 )
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
-from dsv4attn.backends._triton.layer.compress import entry_constants
-from dsv4attn.backends._triton.layer.kernels_latents import latent_kernel, ring_kernel, store_kernel
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, launch
+from dsv4attn.backends._triton.layer.compressor.kernels_latents import latent_kernel, ring_kernel, store_kernel
+from dsv4attn.backends._triton.layer.compressor.launch import entry_form, state_numbers
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops import latents as torch_latents
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.core.torch_ops.latents import check_ring
 
@@ -33,8 +36,10 @@ MOST = 8
 """Tokens of a window that a program holds."""
 WARP_DIMS = 512
 """Dims of a row that a warp holds: 16 a thread."""
+_NOTHING = table_numbers(None), PageNumbers(0, 0, 0, 0, 0, 0)
 
 
+@without_modes
 def compress_latents(
     kv: Tensor,
     score: Tensor | None,
@@ -44,14 +49,20 @@ def compress_latents(
     eps: float,
     ratio: int,
     states: StatePages | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
-    """See `torch_ops.latents`; ratio is at most MOST."""
+    """See `torch_ops.latents`, which pools windows of more than MOST tokens. deterministic: of that op."""
+    if ratio > MOST:
+        return torch_latents.compress_latents(
+            kv, score, positions, token_to_req, norm_weight, eps, ratio, states, deterministic=deterministic
+        )
     check_ring(ratio, score, states, tokens=kv.shape[0])
     check_strides(kv=kv, positions=positions, token_to_req=token_to_req, norm_weight=norm_weight)
     count, dim = kv.shape
     out = kv.new_empty(count, dim, dtype=torch.bfloat16)
     rows, records, score_stride, pages, table = alignment_of_rows(kv), WIDE, 0, None, None
-    sizes = _ring_sizes(states)
+    numbers = _NOTHING if states is None else state_numbers(states)
     if score is not None and states is not None:
         pages, table, score_stride = states.cache.tensor, states.block_table, score.stride(0)
         check_strides(score=score, block_table=table)
@@ -62,7 +73,7 @@ def compress_latents(
         (count,),
         (
             kv, score, positions, token_to_req, norm_weight, pages, table, out, kv.stride(0), score_stride, float(eps),
-            *sizes,
+            *numbers,
         ),
         _latent_constants(dim, ratio, rows, records),
         num_warps=_warps(dim),
@@ -73,24 +84,12 @@ def compress_latents(
         launch(
             ring_kernel,
             (count,),
-            (
-                kv, score, positions, token_to_req, pages, table, count, kv.stride(0), score_stride,
-                *sizes,
-            ),
+            (kv, score, positions, token_to_req, pages, table, count, kv.stride(0), score_stride, *numbers),
             _ring_constants(dim, rows, records),
             num_warps=_warps(dim),
             fp_fusion=False,
-        )  # fmt: skip
+        )
     return out
-
-
-def _ring_sizes(states: StatePages | None) -> tuple[int, ...]:
-    """Arguments of both kernels that say where rings are: sizes and strides of the block table and of the cache."""
-    if states is None:
-        return 0, 0, 0, 0, 0, 0, 0
-    table, cache = states.block_table, states.cache
-    page_stride, stride, _, _ = cache.memory.record_strides
-    return table.shape[0], table.shape[1], table.stride(0), cache.num_blocks, cache.block_size, page_stride, stride
 
 
 @without_modes
@@ -114,7 +113,7 @@ def norm_rope_store(
         (min(x.shape[0], slot_mapping.shape[0]),),
         (
             x, positions, slot_mapping, weight, angles, cache.tensor, x.stride(0), float(norm.eps),
-            angles.shape[0], angles.stride(0), cache.num_blocks, cache.block_size, *memory.record_strides,
+            angles.shape[0], angles.stride(0), page_numbers(cache, memory),
         ),
         _store_constants(cache.layout, angles.shape[1], ratio, alignment_of_rows(x), records),
         num_warps=_warps(x.shape[1]),
@@ -127,18 +126,18 @@ def _warps(dim: int) -> int:
 
 
 @cached
-def _latent_constants(dim: int, ratio: int, rows: int, states: int) -> dict[str, Any]:
-    return {"RATIO": ratio, **_ring_constants(dim, rows, states), "EXACT_CASTS": not INTERPRETED}
+def _latent_constants(dim: int, ratio: int, rows: int, states: int) -> Constants:
+    return Constants({"RATIO": ratio, **_ring_constants(dim, rows, states), "EXACT_CASTS": not INTERPRETED})
 
 
 @cached
-def _ring_constants(dim: int, rows: int, states: int) -> dict[str, Any]:
-    return {"D": dim, "ROW_ALIGNED": rows, "STATES_ALIGNED": states}
+def _ring_constants(dim: int, rows: int, states: int) -> Constants:
+    return Constants({"D": dim, "ROW_ALIGNED": rows, "STATES_ALIGNED": states})
 
 
 @cached
-def _store_constants(layout: KVCacheLayout, rope: int, ratio: int, rows: int, records: int) -> dict[str, Any]:
-    return {**entry_constants(layout, rope), "RATIO": ratio, "ROW_ALIGNED": rows, "ALIGNED": records}
+def _store_constants(layout: KVCacheLayout, rope: int, ratio: int, rows: int, records: int) -> Constants:
+    return Constants({"ENTRY": entry_form(layout, rope, ratio, records), "ROW_ALIGNED": rows})
 
 
 @recorded

@@ -1,4 +1,4 @@
-"""Selection among the candidates of all ranks: the launchers of `layer.kernels_ranks`, with `select` between them.
+"""Selection among the candidates of all ranks: the launchers of `kernels_ranks`, with `select` between them.
 
 `core.context_parallel.selection` is the definition.
 """
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import Constants, launch
-from dsv4attn.backends._triton.layer.kernels_ranks import keep_kernel, own_kernel, place_kernel
-from dsv4attn.backends._triton.layer.select import select
+from dsv4attn.backends._triton.layer.selection.kernels_ranks import keep_kernel, own_kernel, place_kernel
+from dsv4attn.backends._triton.layer.selection.launch import select
 from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.ownership import Ownership

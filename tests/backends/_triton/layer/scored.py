@@ -1,8 +1,7 @@
-"""Scores and selection in one launch: the launcher of `kernels_index_select`, for Triton's interpreter.
+"""Scores and selection in one launch: the launcher of `kernels_scored`.
 
-Backends whose hardware has a kernel of its own for this, which the interpreter cannot run, take this one there. It is
-slower than two steps on an H100 (1.1 to 0.6 times as fast), and does not compile for every target, so no device takes
-it.
+It stands for Hopper's own kernel, which the interpreter cannot run. On an H100 it is slower than two steps (1.1 to 0.6
+times as fast), and it does not compile for every target, so the package does not have it.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.cache.records import alignment_of_rows
-from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.index_logits import (
+from dsv4attn.backends._triton.cache.records import table_numbers
+from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.layer.indexer.launch import (
     Tile,
-    constants_of,
-    multiplies_codes,
+    facts_of,
+    form_of,
     pages_of,
+    query_strides,
     raw,
     tiles_for,
 )
-from dsv4attn.backends._triton.layer.kernels_index_select import select_kernel
-from dsv4attn.backends._triton.layer.scratch import buffer
-from dsv4attn.backends._triton.layer.select import MOST
+from dsv4attn.backends._triton.layer.selection.launch import MOST
+from dsv4attn.backends._triton.layer.selection.scratch import buffer
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
+from tests.backends._triton.layer.kernels_scored import select_kernel
 
 __all__ = ["capacity_of", "select", "slack_of"]
 
@@ -61,8 +60,7 @@ def _programs(tile: Tile, tokens: int) -> int:
 def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Tensor, max_entries: int) -> None:
     """Write the K entries with the largest scores of each token to out [T, K] int32, ascending, then -1.
 
-    The rule is that of `layer.select.select`, and K at most its MOST. There must be blocks, and a block table that is
-    not empty.
+    The rule is that of `selection.launch.select`, and K at most its MOST. There must be blocks, and a table with some.
     """
     (tokens, topk), table = out.shape, token_map.block_table
     assert topk <= MOST
@@ -77,32 +75,15 @@ def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Ten
         (programs,),
         (
             values, scales, query.weights, keys.tensor, table, token_map.token_to_req, token_map.visible_lens, lists,
-            out, tokens, table.shape[0], max_entries, topk, slack_of(topk), values.stride(0), values.stride(1),
-            0 if scales is None else scales.stride(0), query.weights.stride(0), table.stride(0), table.shape[1],
-            keys.num_blocks, keys.page_size, *divider(keys.page_size), *keys.strides, out.stride(0),
+            out, tokens, max_entries, topk, slack_of(topk), query_strides(query),
+            table_numbers(table), keys.numbers, out.stride(0),
         ),
-        _constants(
-            cache.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), capacity,
-            multiplies_codes(cache.layout, architecture()),
-        ),
+        _constants(facts_of(keys, values, tile, exact_sums=False), capacity),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
 
 @cache
-def _constants(
-    layout: KVCacheLayout,
-    heads: int,
-    tile: Tile,
-    aligned: int,
-    stride: int,
-    q_aligned: int,
-    capacity: int,
-    native: bool,  # noqa: FBT001 - constants of a launch
-) -> dict[str, Any]:
-    shared = constants_of(layout, heads, tile, aligned, stride, q_aligned, False, native)
-    return {name: value for name, value in shared.items() if name not in {"LANES", "FILL"}} | {
-        "SIZE": capacity,
-        "PART": min(PART, capacity),
-    }
+def _constants(facts: tuple[Any, ...], capacity: int) -> Constants:
+    return Constants({"FORM": form_of(*facts), "SIZE": capacity, "PART": min(PART, capacity)})

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants
 from dsv4attn.backends._triton.sizes import next_power_of_2
 
 LEAST = 16
@@ -23,7 +22,7 @@ MOST_SPLITS = 128
 """Largest number of splits that are added at a time."""
 
 __all__ = [
-    "FEW", "FIXED", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "fused_constants", "heads_of", "mix_block",
+    "FEW", "FIXED", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "heads_of", "mix_block",
     "mix_constants", "overlaps", "post_constants", "products_constants", "tile_of", "tuning_for", "uses_factors",
 ]  # fmt: skip
 
@@ -67,7 +66,7 @@ class Tuning:
     """Tiles and blocks of one architecture.
 
     few, many: tiles of `products_kernel` for up to FEW tokens, and for more tokens.
-    fused_few, fused_many: the same of `post_products_kernel`.
+    fused_few, fused_many: the same where the kernel makes new streams too.
     plain: tile for fp32 and for unaligned rows.
     chunk: tokens of a pair of launches.
     mix_few, mix_many: blocks of `mix_kernel`.
@@ -221,61 +220,27 @@ def alignment(hidden: int, dtype: torch.dtype) -> int:
 @cache
 def products_constants(
     tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int, *, overlapped: bool
-) -> dict[str, Any]:
-    return {
-        "N": n,
-        "HIDDEN": hidden,
-        "MIXES": mixes,
-        "BLOCK_M": tile.tokens,
-        "BLOCK_K": tile.columns,
-        "BLOCK_C": max(next_power_of_2(mixes), LEAST),
-        "STAGES": tile.stages,
-        "HELD": tile.held,
-        "ALIGNED": aligned,
-        "FN_ALIGNED": fn_aligned,
-        # interpreted bf16 is multiplied as bit patterns
-        "IN_BF16": dtype == torch.bfloat16 and not INTERPRETED,
-        "NEXT": overlapped,
-    }
+) -> Constants:
+    dims = {"N": n, "HIDDEN": hidden, "MIXES": mixes, "BLOCK_C": max(next_power_of_2(mixes), LEAST)}
+    of_tile = {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "STAGES": tile.stages, "HELD": tile.held}
+    rows = {"ALIGNED": aligned, "FN_ALIGNED": fn_aligned, "OUT_ALIGNED": alignment(hidden, dtype)}
+    # interpreted bf16 is multiplied as bit patterns
+    casts = {"IN_BF16": dtype == torch.bfloat16 and not INTERPRETED, "EXACT_CASTS": not INTERPRETED}
+    return Constants({**dims, **of_tile, **rows, **casts, "NEXT": overlapped})
 
 
 @cache
-def fused_constants(
-    tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int, out_aligned: int,
-    *, overlapped: bool,
-) -> dict[str, Any]:  # fmt: skip
-    constants = products_constants(tile, n, hidden, mixes, dtype, aligned, fn_aligned, overlapped=overlapped)
-    return {**constants, "OUT_ALIGNED": out_aligned, "EXACT_CASTS": not INTERPRETED}
-
-
-@cache
-def post_constants(block: Block, n: int, hidden: int, aligned: int, out_aligned: int) -> dict[str, Any]:
-    return {
-        "N": n,
-        "HIDDEN": hidden,
-        "BLOCK_M": block.tokens,
-        "BLOCK": min(block.columns, next_power_of_2(hidden)),
-        "ALIGNED": aligned,
-        "OUT_ALIGNED": out_aligned,
-        "EXACT_CASTS": not INTERPRETED,
-    }
+def post_constants(block: Block, n: int, hidden: int, aligned: int, out_aligned: int) -> Constants:
+    dims = {"N": n, "HIDDEN": hidden, "BLOCK_M": block.tokens, "BLOCK": min(block.columns, next_power_of_2(hidden))}
+    return Constants({**dims, "ALIGNED": aligned, "OUT_ALIGNED": out_aligned, "EXACT_CASTS": not INTERPRETED})
 
 
 @cache
 def mix_constants(
     block: Block, rows: int, summed: int, n: int, hidden: int, mixes: int, splits: int,
     aligned: int, norm_aligned: int, out_aligned: int, *, by_factors: bool, early: bool, overlapped: bool,
-) -> dict[str, Any]:  # fmt: skip
-    added = max(summed // (rows * next_power_of_2(mixes + 1)), 1)
-    return {
-        **post_constants(block, n, hidden, aligned, out_aligned),
-        "MIXES": mixes,
-        "SPLITS": splits,
-        "BLOCK_R": rows,
-        "BLOCK_S": min(next_power_of_2(splits), added),
-        "BLOCK_A": min(next_power_of_2(splits), MOST_SPLITS),
-        "NORM_ALIGNED": norm_aligned,
-        "BY_FACTORS": by_factors,
-        "EARLY": early,
-        "PDL": overlapped,
-    }
+) -> Constants:  # fmt: skip
+    added, most = max(summed // (rows * next_power_of_2(mixes + 1)), 1), next_power_of_2(splits)
+    sums = {"SPLITS": splits, "BLOCK_R": rows, "BLOCK_S": min(most, added), "BLOCK_A": min(most, MOST_SPLITS)}
+    how = {"NORM_ALIGNED": norm_aligned, "BY_FACTORS": by_factors, "EARLY": early, "PDL": overlapped}
+    return Constants({**post_constants(block, n, hidden, aligned, out_aligned), "MIXES": mixes, **sums, **how})

@@ -1,4 +1,4 @@
-"""Hyper-connections: the launchers of `kernels_hyper_connections`, with tiles by the number of tokens.
+"""Hyper-connections: the launchers of `kernels`, with tiles by the number of tokens.
 
 `mhc_pre`, `mhc_fused_post_pre`, their delayed forms and `hc_head` take two launches for each chunk of tokens. The first
 launch makes the products of the streams with the mixes. The second launch mixes the streams, which then are in the
@@ -19,12 +19,12 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens, row_alignments
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
+from dsv4attn.backends._triton.layer.hyper_connections.kernels import mix_kernel, post_kernel, products_kernel
+from dsv4attn.backends._triton.layer.hyper_connections.tuning import (
     FEW,
     Tile,
     Tuning,
     alignment,
-    fused_constants,
     heads_of,
     mix_block,
     mix_constants,
@@ -34,12 +34,6 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     tile_of,
     tuning_for,
     uses_factors,
-)
-from dsv4attn.backends._triton.layer.kernels_hyper_connections import (
-    mix_kernel,
-    post_kernel,
-    post_products_kernel,
-    products_kernel,
 )
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import without_modes
@@ -137,34 +131,10 @@ def fused_post_pre(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(new residual, post, comb, layer_input): new streams, and their mixes. Of V4.1 if `delayed` is not None."""
-    _, n, hidden = residual.shape
     new_residual = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    new_post, new_comb, layer_input = empty_results(residual)
-    results = MixResults(new_post, new_comb, layer_input)
-    fn, dtype = weights.fn, residual.dtype
-    aligned, tokens = alignment_of_tokens(x, residual), _tokens(residual, deterministic=deterministic)
-    tuning = tuning_of_calls(deterministic=deterministic)
-    tile = tile_of(tuning, tokens, n, dtype, aligned, fused=True)
-    fn_aligned, out_aligned = _fn_alignment(fn, hidden), alignment(hidden, dtype)
-    constants = fused_constants(
-        tile, n, hidden, fn.shape[0], dtype, aligned, fn_aligned, out_aligned, overlapped=overlaps(tuning, tokens)
-    )
-    for first, end, products, groups in _chunks(residual, fn, tile, tuning.chunk):
-        launch(
-            post_products_kernel,
-            (groups * products.shape[1],),
-            (
-                x, residual, post, comb, fn, new_residual, products, first, end, groups, x.stride(0),
-                residual.stride(0), residual.stride(1), post.stride(0), post.stride(1), comb.stride(0), comb.stride(1),
-                fn.stride(0),
-            ),
-            constants,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            spills=tile.spills,
-        )  # fmt: skip
-        mix(new_residual, products, weights, results, delayed, first, end, tokens, tuning)
-    return new_residual, new_post, new_comb, layer_input
+    made, fused = empty_results(residual), (x, post, comb, new_residual)
+    _pre(residual, weights, MixResults(*made), delayed, deterministic=deterministic, fused=fused)
+    return new_residual, *made
 
 
 @without_modes
@@ -255,38 +225,47 @@ def tuning_of_calls(*, deterministic: bool = False) -> Tuning:
     return tuning_for(architecture(), deterministic=deterministic)
 
 
-def _tokens(streams: Tensor, *, deterministic: bool) -> int:
-    """The number of tokens that tiles are chosen for."""
-    return FEW + 1 if deterministic else streams.shape[0]
-
-
 def _pre(
-    streams: Tensor, weights: MixWeights, results: MixResults, delayed: Delayed | None, *, deterministic: bool
+    streams: Tensor,
+    weights: MixWeights,
+    results: MixResults,
+    delayed: Delayed | None,
+    *,
+    deterministic: bool,
+    fused: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Fill results from streams, which do not change."""
-    _, n, hidden = streams.shape
+    """Fill results from streams, or from new streams.
+
+    fused: x, post and comb of new streams, and [T, n, d], dense - memory of these; None: streams as they are.
+    """
+    tokens, n, hidden = streams.shape
+    if deterministic:  # tiles are those of many tokens
+        tokens = FEW + 1
     fn, dtype = weights.fn, streams.dtype
-    aligned, tokens = alignment_of_tokens(streams), _tokens(streams, deterministic=deterministic)
+    x, post, comb, new = fused or (None, None, None, None)
+    aligned, strides = alignment_of_tokens(streams), (0, 0, 0, 0, 0)
+    if x is not None and post is not None and comb is not None:
+        aligned = alignment_of_tokens(x, streams)
+        strides = x.stride(0), post.stride(0), post.stride(1), comb.stride(0), comb.stride(1)
     tuning = tuning_of_calls(deterministic=deterministic)
-    tile = tile_of(tuning, tokens, n, dtype, aligned, fused=False)
-    fn_aligned, overlapped = _fn_alignment(fn, hidden), overlaps(tuning, tokens)
+    tile = tile_of(tuning, tokens, n, dtype, aligned, fused=new is not None)
+    # of a stream's columns in every row of fn
+    fn_aligned, overlapped = min(alignment(hidden, fn.dtype), alignment_of_rows(fn)), overlaps(tuning, tokens)
     constants = products_constants(tile, n, hidden, fn.shape[0], dtype, aligned, fn_aligned, overlapped=overlapped)
     for first, end, products, groups in _chunks(streams, fn, tile, tuning.chunk):
         launch(
             products_kernel,
             (groups * products.shape[1],),
-            (streams, fn, products, first, end, groups, streams.stride(0), streams.stride(1), fn.stride(0)),
+            (
+                streams, fn, products, x, post, comb, new, first, end, groups, fn.stride(0), streams.stride(0),
+                streams.stride(1), *strides,
+            ),
             constants,
             num_warps=tile.warps,
             num_stages=tile.stages,
             spills=tile.spills,
-        )
-        mix(streams, products, weights, results, delayed, first, end, tokens, tuning)
-
-
-def _fn_alignment(fn: Tensor, hidden: int) -> int:
-    """Bytes that divide the address of a stream's columns in every row of fn."""
-    return min(alignment(hidden, fn.dtype), alignment_of_rows(fn))
+        )  # fmt: skip
+        mix(streams if new is None else new, products, weights, results, delayed, first, end, tokens, tuning)
 
 
 def _width(mixes: int) -> int:

@@ -1,28 +1,30 @@
-"""Steps of the compressor: states of tokens to their slots, entries from the states of their window.
+"""Ops of the compressor: states of tokens to their slots, entries from the states of their window.
 
-This file launches `kernels_compress`. Bits of a state and of an entry depend on their own tokens alone.
+This file launches `kernels`. Bits of a state and of an entry depend on their own tokens alone.
 """
 
 from __future__ import annotations
 
 from functools import cache as cached
-from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.backends._triton.cache.forms import PageNumbers, TableNumbers
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
-    check_writer,
+    page_numbers,
     record_alignments,
     row_alignments,
-    writer_constants,
+    table_numbers,
+    writer_form,
 )
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
-from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, pool_kernel, save_kernel
+from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch
+from dsv4attn.backends._triton.layer.compressor.forms import EntryForm, PoolForm
+from dsv4attn.backends._triton.layer.compressor.kernels import compress_kernel, pool_kernel, save_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides
@@ -30,7 +32,7 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["compress_norm_rope_store", "entry_constants", "save_partial_states", "variants"]
+__all__ = ["compress_norm_rope_store", "entry_form", "save_partial_states", "state_numbers", "variants"]
 
 SAVE_TILE, SAVE_WARPS = 1024, 4
 """Channels that a program saves, and its warps."""
@@ -98,13 +100,12 @@ def save_partial_states(
     memory = cache.memory
     records = alignment_of_records(cache.layout, memory)
     constants = _save_constants(kv.shape[1], alignment_of_rows(kv, score, ape), records)
-    page_stride, data_stride, _, _ = memory.record_strides
     launch(
         save_kernel,
         (cdiv(tokens, constants["TOKENS"]),),
         (
             kv, score, ape, positions, cache.tensor, slot_mapping, tokens, ape.shape[0],
-            kv.stride(0), score.stride(0), ape.stride(0), cache.num_blocks, cache.block_size, page_stride, data_stride,
+            kv.stride(0), score.stride(0), ape.stride(0), page_numbers(cache, memory),
         ),
         constants,
         num_warps=SAVE_WARPS,
@@ -152,23 +153,22 @@ def compress_norm_rope_store(
         (cdiv(n, tokens),),
         (
             states.cache.tensor, states.block_table, token_to_req, positions, slot_mapping, pooled, weight, angles,
-            cache.tensor, n, tokens, float(norm.eps), *_sizes(states), angles.shape[0], angles.stride(0),
-            cache.num_blocks, cache.block_size, *memory.record_strides,
+            cache.tensor, n, tokens, float(norm.eps), *state_numbers(states), _inverse(states), angles.shape[0],
+            angles.stride(0), page_numbers(cache, memory),
         ),
         constants,
         num_warps=warps,
     )  # fmt: skip
 
 
-def _sizes(states: StatePages) -> tuple[int, ...]:
-    """Arguments of both kernels that say where states are: sizes and strides of the block table and of the cache."""
-    table, cache = states.block_table, states.cache
-    page_stride, stride, _, _ = cache.memory.record_strides
-    block_size = cache.block_size
-    return (
-        table.shape[0], table.shape[1], table.stride(0), cache.num_blocks, block_size, -(-(2**48) // block_size),
-        page_stride, stride,
-    )  # fmt: skip
+def state_numbers(states: StatePages) -> tuple[TableNumbers, PageNumbers]:
+    """Numbers of the block table, and of the pages, of states."""
+    return table_numbers(states.block_table), page_numbers(states.cache, states.cache.memory)
+
+
+def _inverse(states: StatePages) -> int:
+    """A number by which kernels divide by the size of a page of states, see `pool_kernel`."""
+    return -(-(2**48) // states.cache.block_size)
 
 
 def _pool(
@@ -185,14 +185,14 @@ def _pool(
     """Write to pooled [n, D] fp32 the rows of tokens that complete an entry."""
     n, dim = pooled.shape
     constants, warps = _pool_constants(dim, ratio, architecture(), overlap=overlap)
-    slices = cdiv(dim, constants["BLOCK"])
+    slices = cdiv(dim, constants["POOL"].block)
     tokens = min(max(cdiv(n * slices, POOL_PROGRAMS), 1), constants["TOKENS"])
     launch(
         pool_kernel,
         (cdiv(n, tokens) * slices,),
         (
             states.cache.tensor, states.block_table, token_to_req, positions, slot_mapping, pooled, n, tokens,
-            *_sizes(states), cache.num_blocks, cache.block_size,
+            *state_numbers(states), _inverse(states), page_numbers(cache, cache.memory),
         ),
         constants,
         num_warps=warps,
@@ -200,43 +200,33 @@ def _pool(
 
 
 @cached
-def _save_constants(width: int, rows: int, records: int) -> dict[str, Any]:
+def _save_constants(width: int, rows: int, records: int) -> Constants:
     tokens = max(SAVE_TILE // next_power_of_2(width), 1)
-    return {"WIDTH": width, "TOKENS": tokens, "ROW_ALIGNED": rows, "ALIGNED": records}
+    return Constants({"WIDTH": width, "TOKENS": tokens, "ROW_ALIGNED": rows, "ALIGNED": records})
 
 
 @cached
 def _compress_constants(
     layout: KVCacheLayout, ratio: int, rope: int, states: int, records: int, arch: str, *, overlap: bool
-) -> tuple[dict[str, Any], int]:
-    """Constants of a launch, and its warps; see `entry_constants`."""
-    entry = entry_constants(layout, rope)
-    size = entry["GROUPS"] * entry["SIZE"]
+) -> tuple[Constants, int]:
+    """Constants of a launch, and its warps. states, records: alignments."""
+    entry = entry_form(layout, rope, ratio, records)
+    size, window = entry.groups * entry.size, ratio * (2 if overlap else 1)
     if _splits(ratio, overlap=overlap):  # the kernel reads no states
-        pool, states = pool_for(1, size, WIDE, arch), 1
-    else:
-        pool = pool_for(ratio * (2 if overlap else 1), size, states, arch)
-    return {
-        **entry,
-        "RATIO": ratio,
-        "OVERLAP": overlap,
-        "ROWS": pool.rows,
-        "LANES": pool.lanes,
-        "STATES_ALIGNED": states,
-        "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS),
-        "ALIGNED": records,
-    }, pool.warps
+        window, states = 1, 1
+    pool = pool_for(window, size, states, arch)
+    form = PoolForm(layout.head_dim, ratio, overlap, pool.rows, pool.lanes, 1, size, states)
+    return Constants({"POOL": form, "ENTRY": entry, "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS)}), pool.warps
 
 
-@cached
-def entry_constants(layout: KVCacheLayout, rope: int) -> dict[str, Any]:
-    """Constants of kernels that store entries, or index keys, from registers.
+def entry_form(layout: KVCacheLayout, rope: int, ratio: int, records: int) -> EntryForm:
+    """The form of entries, or of index keys, for kernels that store them from registers. records: alignment of records.
 
     Raises ArgumentError for a table of other dims than those that rotate, and for records that are not written here.
     """
     if layout.rope_dim not in (0, rope) and layout.is_quantised:
         raise ArgumentError("cos_sin_cache", expected=f"[_, {layout.rope_dim}]", actual=f"[_, {rope}]")
-    check_writer(layout)
+    writer = writer_form(layout, records)
     if layout.coded_dims > layout.nope_dim and layout.nope_dim % 2:
         expected = "an even number of dims before those that rotate"
         hint = "pairs of them stand in one group then; write with the ops of the reference backend"
@@ -250,39 +240,19 @@ def entry_constants(layout: KVCacheLayout, rope: int) -> dict[str, Any]:
     else:
         size = next_power_of_2(group)
         rows, in_order = layout.num_groups + cdiv(dim - nope, size), size == group and nope % group == 0
-    writer = writer_constants(layout)
-    return {
-        "D": dim,
-        "ROPE": rope,
-        "NOPE": nope,
-        "GROUP": group,
-        "CODE_BITS": layout.code_bits if quantised else 0,
-        "SCALES": layout.scale_bytes,
-        "SCALE_BITS": 32 if float_scale else 8,
-        **{name: writer[name] for name in ("CODING", "FNUZ", "LARGEST", "FLOOR")},
-        "GROUPS": next_power_of_2(max(rows, pads)),
-        "SIZE": size,
-        "IN_ORDER": in_order,
-        "EXACT_CASTS": not INTERPRETED,
-    }
+    places = next_power_of_2(max(rows, pads)), size, in_order
+    return EntryForm(dim, rope, ratio, nope, group, layout.scale_bytes, float_scale, *places, writer)
 
 
 @cached
-def _pool_constants(dim: int, ratio: int, arch: str, *, overlap: bool) -> tuple[dict[str, Any], int]:
+def _pool_constants(dim: int, ratio: int, arch: str, *, overlap: bool) -> tuple[Constants, int]:
     """Constants of a launch of `pool_kernel`, and its warps: entries of `dim` channels."""
     window, block = ratio * (2 if overlap else 1), min(next_power_of_2(dim), POOL_DIMS)
-    tiles = cdiv(window, LONG.rows * LONG.lanes)
+    tiles = min(next_power_of_2(cdiv(window, LONG.rows * LONG.lanes)), POOL_TILES)
     threads = 64 if arch.startswith("gfx9") else 32
-    return {
-        "D": dim,
-        "RATIO": ratio,
-        "OVERLAP": overlap,
-        "ROWS": LONG.rows,
-        "LANES": LONG.lanes,
-        "TILES": min(next_power_of_2(tiles), POOL_TILES),
-        "BLOCK": block,
-        "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS),
-    }, max(block * LONG.lanes // threads, 1)
+    form = PoolForm(dim, ratio, overlap, LONG.rows, LONG.lanes, tiles, block, 1)
+    constants = Constants({"POOL": form, "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS)})
+    return constants, max(block * LONG.lanes // threads, 1)
 
 
 @recorded

@@ -6,7 +6,6 @@ many columns as a scale of weights: 128 in checkpoints of V4, 32 in those of V4.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import product
@@ -17,11 +16,18 @@ import triton.language as tl
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, float_bits, row_alignments
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
+from dsv4attn.backends._triton.launching.runtime import (
+    INTERPRETED,
+    WIDE,
+    Constants,
+    architecture,
+    launch,
+    multiprocessors,
+)
+from dsv4attn.backends._triton.layer.projections.kernels_output import project_codes_kernel, quantize_output_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS, ONE_ORDER
 from dsv4attn.core.cache.layout import Fp8Format
@@ -321,49 +327,27 @@ def as_numbers(scales: Tensor) -> Tensor:
     return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
 
 
-def _bits(x: float) -> int:
-    """Bits of a positive number in fp32, which are ordered like the numbers."""
-    return int(struct.unpack("<i", struct.pack("<f", x))[0])
-
-
 @cache
 def _quantise_constants(
     heads: int, dim: int, rope: int, columns: int, aligned: int, fp8_format: Fp8Format, arch: str
-) -> dict[str, Any]:
-    return {
-        "HEADS": heads,
-        "BLOCK_H": min(QUANTISED_HEADS, next_power_of_2(heads)),
-        "DIM": dim,
-        "ROPE": rope,
-        "GROUP": columns,
-        "ALIGNED": aligned,
-        "FNUZ": fp8_format is Fp8Format.FNUZ,
-        "LARGEST": _bits(fp8_format.max),
-        "FLOOR": _bits(AMAX_FLOOR),
-        "PDL": uses_pdl(arch) and not INTERPRETED,
-    }
+) -> Constants:
+    dims = {"HEADS": heads, "BLOCK_H": min(QUANTISED_HEADS, next_power_of_2(heads)), "DIM": dim, "ROPE": rope}
+    bounds = {"LARGEST": float_bits(fp8_format.max), "FLOOR": float_bits(AMAX_FLOOR)}
+    of_codes = {"GROUP": columns, "ALIGNED": aligned, "FNUZ": fp8_format is Fp8Format.FNUZ, **bounds}
+    return Constants({**dims, **of_codes, "PDL": uses_pdl(arch) and not INTERPRETED})
 
 
 @cache
 def _project_constants(
     tile: Tile, rank: int, width: int, block: int, fp8_format: Fp8Format, out_aligned: int, arch: str
-) -> dict[str, Any]:
-    return {
-        "RANK": rank,
-        "K": width,
-        "GROUP": block,
-        "BLOCK_M": tile.tokens,
-        "BLOCK_N": tile.ranks,
-        "SWAPPED": tile.swapped,
-        "NATIVE": is_native(fp8_format, arch),
-        "AHEAD": min(tile.ahead, width // 512 * 512) if uses_pdl(arch) and not INTERPRETED else 0,
-        "OUT_ALIGNED": out_aligned,
-        "FNUZ": fp8_format is Fp8Format.FNUZ,
-        # interpreted, fp16 is summed in fp16
-        "DT": tl.float32 if INTERPRETED else tl.float16,
-        "EXACT_CASTS": not INTERPRETED,
-        "PDL": uses_pdl(arch) and not INTERPRETED,
-    }
+) -> Constants:
+    overlapped, native = uses_pdl(arch) and not INTERPRETED, is_native(fp8_format, arch)
+    of_tile = {"BLOCK_M": tile.tokens, "BLOCK_N": tile.ranks, "SWAPPED": tile.swapped, "OUT_ALIGNED": out_aligned}
+    ahead = min(tile.ahead, width // 512 * 512) if overlapped else 0
+    # interpreted, fp16 is summed in fp16
+    of_codes = {"NATIVE": native, "FNUZ": fp8_format is Fp8Format.FNUZ, "DT": tl.float32 if INTERPRETED else tl.float16}
+    fixed = {"AHEAD": ahead, "EXACT_CASTS": not INTERPRETED, "PDL": overlapped}
+    return Constants({"RANK": rank, "K": width, "GROUP": block, **of_tile, **of_codes, **fixed})
 
 
 @recorded

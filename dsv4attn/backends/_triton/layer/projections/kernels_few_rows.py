@@ -17,8 +17,8 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_output import factors
-from dsv4attn.backends._triton.layer.kernels_products import add_product, no_sums, store_tile, tile_numbers
+from dsv4attn.backends._triton.layer.projections.kernels_output import factors
+from dsv4attn.backends._triton.layer.projections.kernels_products import add_product, no_sums, store_tile, tile_numbers
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_select import ABSENT, INFINITE, LOWEST, keys_of, kth_largest
+from dsv4attn.backends._triton.layer.selection.kernels import ABSENT, INFINITE, LOWEST, keys_of, kth_largest
 
 LAST = tl.constexpr(2**31 - 1)
 """Where -1 stands among numbers in ascending order."""

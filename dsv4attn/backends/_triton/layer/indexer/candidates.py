@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, int32
 
+from dsv4attn.backends._triton.cache.records import table_numbers
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch
-from dsv4attn.backends._triton.layer.index_logits import score_inside, score_maxima
-from dsv4attn.backends._triton.layer.kernels_index_logits import order_kernel
-from dsv4attn.backends._triton.layer.scratch import parts
-from dsv4attn.backends._triton.layer.select import plan_in_parts, select
+from dsv4attn.backends._triton.layer.indexer.kernels import order_kernel
+from dsv4attn.backends._triton.layer.indexer.launch import score_inside, score_maxima
+from dsv4attn.backends._triton.layer.selection.launch import plan_in_parts, select
+from dsv4attn.backends._triton.layer.selection.scratch import parts
 from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -34,7 +35,7 @@ def select_blocks(
 ) -> None:
     """Write the numbers of the blocks with the largest scores of each token to out [T, N] int32, ascending, then -1.
 
-    exact_rows, exact_sums: see `index_logits.score`. Other arguments are those of the op. Scores of single entries are
+    exact_rows, exact_sums: see `launch.score`. Other arguments are those of the op. Scores of single entries are
     not stored.
     """
     blocks = -(-max_entries // block_size)
@@ -61,7 +62,7 @@ def select_inside(
 ) -> None:
     """Write the K entries of candidates [T, N] int32 with the largest scores of each token to out [T, K] int32.
 
-    Only these entries are scored. exact_sums: see `index_logits.multiplies_codes`.
+    Only these entries are scored. exact_sums: see `launch.multiplies_codes`.
     """
     most = min(candidates.shape[1], -(-max_entries // block_size)) * block_size
     places = 2 * next_power_of_2(candidates.shape[1])
@@ -98,7 +99,8 @@ def order(
         (tokens,),
         (
             candidates, token_map.visible_lens, table, token_map.token_to_req, blocks, counts, candidates.stride(0),
-            table.stride(0), blocks.stride(0), most, max_entries, *table.shape, cache.num_blocks, cache.block_size,
+            blocks.stride(0), most, max_entries, table_numbers(table), cache.num_blocks,
+            cache.block_size,
         ),
         {"SIZE": block_size, "N": blocks.shape[1] // 2},
         num_warps=WARPS,

@@ -1,7 +1,7 @@
 """Lists of entries that may be selected, for kernels that score and select in one: compacted, and chosen from.
 
 A member is an int64: its score, which is fp32, in the high half, and its entry in the low one. Members are in ascending
-order of their entries. Keys are those of `kernels_select`. These are functions of plain Triton that Gluon calls too, so
+order of their entries. Keys are those of `kernels`. These are functions of plain Triton that Gluon calls too, so
 vectors come from the caller, which alone knows their layout.
 """
 
@@ -12,47 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.layer.kernels_select import ABSENT, INFINITE, LOWEST, append, keys_of, narrowed, ordered
-
-
-@triton.jit
-def score_of(key):
-    """The score that has a key; NaN for a key above INFINITE."""
-    return tl.where(key < 0, -0x80000000 - key, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def kth_largest(keys, listed, wanted, slack):
-    """As `kernels_select.kth_largest` of the keys of `listed` scores, with another probe.
-
-    It is where the wanted key is if scores, not keys, are spread evenly. Of scores on both sides of zero that takes
-    half of the steps.
-    """
-    low, at_low, high, at_high = listed * 0 + LOWEST, listed, listed * 0 + (INFINITE + 1), listed * 0
-    step = 0
-    while (at_low > wanted + slack) & (high > low + 1):
-        if step % 4 == 0:
-            low = tl.min(tl.where(keys >= low, keys, INFINITE), 0)
-            high = tl.max(tl.where(keys < high, keys, ABSENT), 0) + 1
-        step += 1
-        share = (at_low - wanted - slack // 2) / (at_low - at_high)
-        lowest = score_of(low)
-        # a NaN, if there are infinite scores, is a key too
-        guess, _ = ordered(lowest + (score_of(high) - lowest) * share)
-        first = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        second = (low + (high.to(tl.int64) - low) // 2).to(tl.int32)
-        reached = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
-        low, at_low, high, at_high = narrowed(low, at_low, high, at_high, first, reached & 0xFFFF, wanted)
-        low, at_low, high, at_high = narrowed(low, at_low, high, at_high, second, reached >> 16, wanted)
-    return low, at_low, at_high
+from dsv4attn.backends._triton.layer.selection.kernels import INFINITE, LOWEST, append, keys_of, kth_largest, score_of
 
 
 @triton.jit
 def kth_listed(LIST, listed, wanted, slack, at):
-    """`kth_largest` of the keys of a list's members. at: 0 and on, all places of a list."""
+    """`kth_largest` of the keys of a list's members, `listed` of them. at: 0 and on, all places of a list."""
     live = at < listed
     scores = tl.load(LIST.to(tl.pointer_type(tl.float32)) + (2 * at + 1), mask=live, other=0.0)
-    return kth_largest(keys_of(scores, live), listed, wanted, slack)
+    low, high = listed * 0 + LOWEST, listed * 0 + (INFINITE + 1)
+    return kth_largest(keys_of(scores, live), low, listed, high, listed * 0, wanted, slack, True)
 
 
 @triton.jit

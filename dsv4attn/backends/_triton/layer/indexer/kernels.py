@@ -1,6 +1,6 @@
 """The kernel of the indexer's scores: keys on pages, or gathered, against the queries of a few tokens at a time.
 
-A tile is BLOCK keys by TOKENS * HEADS queries: one matrix product, a rectifier, a sum over the heads of each token.
+A tile is some keys by all heads of a few tokens: one matrix product, a rectifier, a sum over the heads of each token.
 Keys are the rows of the product, so that the sum stays within a quarter of a warp.
 """
 
@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.attention.keys import widen
+from dsv4attn.backends._triton.cache.forms import TableNumbers
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_select import power_of
+from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides
+from dsv4attn.backends._triton.layer.selection.kernels import power_of
 from dsv4attn.backends._triton.numerics import scale_of_byte
 from dsv4attn.backends._triton.sizes import next_power_of_2
 
@@ -54,32 +56,51 @@ def value_of_nibble(code, byte, DT: tl.constexpr):
 
 
 @triton.jit
-def load_rows(row, scale, live, ALIGNED: tl.constexpr, DIM: tl.constexpr, HIGH: tl.constexpr, KIND: tl.constexpr,
-              FNUZ: tl.constexpr, DT: tl.constexpr):  # fmt: skip
-    """Rows [N, D] in DT, of keys or queries. D is a power of two. Rows that are not `live` are zeros.
+def load_rows(row, scale, live, ALIGNED: tl.constexpr, HIGH: tl.constexpr, FORM: tl.constexpr):
+    """Rows [N, D], of keys or queries, as they are multiplied. D is a power of two. Rows that are not `live` are zeros.
 
-    row: [N] pointers. scale: [N] pointers to the scale bytes of e2m1 codes. HIGH: which half of e2m1's bytes.
+    row: [N] pointers. scale: [N] pointers to the scale bytes of e2m1 codes. HIGH: which half of e2m1's bytes. FORM: a
+    `ScoreForm`.
     """
-    bytes_or_values: tl.constexpr = DIM // 2 if KIND == NIBBLES else DIM
+    bytes_or_values: tl.constexpr = FORM.dim // 2 if FORM.kind == NIBBLES else FORM.dim
     column = tl.arange(0, next_power_of_2(bytes_or_values))
     mask = live[:, None]
     if next_power_of_2(bytes_or_values) != bytes_or_values:
         mask = mask & (column < bytes_or_values)[None, :]
-    if KIND == NATIVE:
+    if FORM.kind == NATIVE:
         # loads of codes as numbers are pipelined
-        row = row.to(tl.pointer_type(tl.float8e4b8 if FNUZ else tl.float8e4nv))
+        row = row.to(tl.pointer_type(tl.float8e4b8 if FORM.fnuz else tl.float8e4nv))
     source = tl.multiple_of(row, ALIGNED)[:, None] + column[None, :]
-    raw = tl.load(source, mask=mask, other=0.0) if KIND == NATIVE else tl.load(source, mask=mask, other=0)
-    if KIND == NATIVE:
+    raw = tl.load(source, mask=mask, other=0.0) if FORM.kind == NATIVE else tl.load(source, mask=mask, other=0)
+    if FORM.kind == NATIVE:
         values = raw
-    elif KIND == CODES:
-        values = value_of_code(raw, FNUZ, DT)
-    elif KIND == NIBBLES:
+    elif FORM.kind == CODES:
+        values = value_of_code(raw, FORM.fnuz, FORM.dtype)
+    elif FORM.kind == NIBBLES:
         byte = tl.load(scale[:, None] + (column // 16)[None, :], mask=mask, other=127).to(tl.int32)
-        values = value_of_nibble(raw.to(tl.int32) >> (4 * HIGH), byte, DT)
+        values = value_of_nibble(raw.to(tl.int32) >> (4 * HIGH), byte, FORM.dtype)
     else:
-        values = widen(raw, DT)
+        values = widen(raw, FORM.dtype)
     return values
+
+
+@triton.jit
+def load_query(Q, Q_SCALES, W, strides, token, head, live, FORM: tl.constexpr):
+    """(values [N, D], those of the upper halves of e2m1's bytes, weights [N]) of heads of tokens; 0 where not `live`.
+
+    strides: `QueryStrides`. token: one, or [N].
+    """
+    Q_ALIGNED: tl.constexpr = FORM.q_aligned
+    at = token.to(tl.int64)
+    query = Q + at * strides.token + head * strides.head
+    scale = query
+    if FORM.kind == NIBBLES:
+        scale = Q_SCALES + at * strides.scale + head * (FORM.dim // 32)
+    q = load_rows(query, scale, live, Q_ALIGNED, 0, FORM)
+    q_high = q
+    if FORM.kind == NIBBLES:
+        q_high = load_rows(query, scale, live, Q_ALIGNED, 1, FORM)
+    return q, q_high, tl.load(W + at * strides.weight + head, mask=live, other=0.0)
 
 
 @triton.jit
@@ -89,55 +110,52 @@ def product(k, q, low):
 
 
 @triton.jit
-def page_of(entry, paging):
-    """Number of the page of entries, int32, in a request's table, and of the entry in its page."""
-    page_size, factor, log = paging
+def page_of(entry, pages):
+    """Number of the page of entries, int32, in a request's table, and of the entry in its page. pages: `KeyNumbers`."""
     twice = entry.to(tl.uint32, bitcast=True) << 1
-    page = (tl.umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
-    return page, entry - page * page_size
+    page = (tl.umulhi(twice, pages.factor.to(tl.uint32, bitcast=True)) >> pages.log.to(tl.uint32)).to(tl.int32)
+    return page, entry - page * pages.page_size
 
 
 @triton.jit
-def place_on_pages(entry, ok, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset, scale_stride):
+def place_on_pages(entry, ok, table, columns, pages):
     """Offsets of the records, and of the scales, of a request's entries [N], and which of them have a block."""
-    column, of = page_of(entry, paging)
+    column, of = page_of(entry, pages)
     block = tl.load(table + column, mask=ok & (column < columns), other=-1)
-    ok = ok & (block >= 0) & (block < num_blocks)
-    page = tl.where(ok, block, 0).to(tl.int64) * page_stride
+    ok = ok & (block >= 0) & (block < pages.num_blocks)
+    page = tl.where(ok, block, 0).to(tl.int64) * pages.page_stride
     of = tl.where(ok, of, 0).to(tl.int64)
-    return page + of * data_stride, page + scale_offset + of * scale_stride, ok
+    return page + of * pages.data_stride, page + pages.scale_offset + of * pages.scale_stride, ok
 
 
 @triton.jit
-def block_of(start, table, columns, num_blocks, paging, page_stride, STRIDE: tl.constexpr):
+def block_of(start, table, columns, pages, STRIDE: tl.constexpr):
     """Offsets of the page and of the record of an entry, a scalar, its number in the page, and if it has a block."""
-    column, of = page_of(start, paging)
+    column, of = page_of(start, pages)
     # a scalar cannot be masked where kernels are interpreted
     block = tl.load(table + tl.maximum(tl.minimum(column, columns - 1), 0))
-    ok = (block >= 0) & (block < num_blocks) & (column < columns)
-    page = tl.where(ok, block, 0).to(tl.int64) * page_stride
+    ok = (block >= 0) & (block < pages.num_blocks) & (column < columns)
+    page = tl.where(ok, block, 0).to(tl.int64) * pages.page_stride
     return page, page + of * STRIDE, of, ok.to(tl.int32)
 
 
 @triton.jit
-def place_in_page(start, table, columns, num_blocks, paging, page_stride, scale_offset, scale_stride,
-                  BLOCK: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+def place_in_page(start, table, columns, pages, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
     """`place_on_pages` of BLOCK entries from `start` on, on pages that hold whole runs of 64 of them.
 
     Records are STRIDE apart. `start` is a multiple of 64.
     """
     row = tl.arange(0, BLOCK)
-    page, data, of, ok = block_of(start, table, columns, num_blocks, paging, page_stride, STRIDE)
+    page, data, of, ok = block_of(start, table, columns, pages, STRIDE)
     if BLOCK <= 64:
-        return data + row * STRIDE, (page + scale_offset + of * scale_stride) + row * scale_stride, row * 0 + ok > 0
-    behind, data_behind, of_behind, ok_behind = block_of(
-        start + 64, table, columns, num_blocks, paging, page_stride, STRIDE
-    )
+        scale = page + pages.scale_offset + of * pages.scale_stride
+        return data + row * STRIDE, scale + row * pages.scale_stride, row * 0 + ok > 0
+    behind, data_behind, of_behind, ok_behind = block_of(start + 64, table, columns, pages, STRIDE)
     # which half a row is in is known where code is generated
     near = row < 64
     data = tl.where(near, data, data_behind - 64 * STRIDE) + row * STRIDE
-    scale = tl.where(near, page + of * scale_stride, behind + (of_behind - 64) * scale_stride) + scale_offset
-    return data, scale + row * scale_stride, tl.where(near, ok, ok_behind) > 0
+    scale = tl.where(near, page + of * pages.scale_stride, behind + (of_behind - 64) * pages.scale_stride)
+    return data, scale + pages.scale_offset + row * pages.scale_stride, tl.where(near, ok, ok_behind) > 0
 
 
 @triton.jit
@@ -161,54 +179,42 @@ def fill_rows(OUT, row, mine, begin, end, BLOCK: tl.constexpr, TOKENS: tl.conste
 
 
 @triton.jit
-def scores_of_tile(
-    q, q_high, w, keys, SCALES, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
-    scale_stride, start, entry, lane, limit,
-    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """Scores [BLOCK, TOKENS] of the entries from `start` on, and [BLOCK] which of them have a block, else NaN."""
+def scores_of_tile(query, KEYS, SCALES, table, columns, pages, start, entry, lane, limit, FORM: tl.constexpr):
+    """Scores [BLOCK, TOKENS] of the entries from `start` on, and [BLOCK] which of them have a block, else NaN.
+
+    query: of `load_query`. table: of a request, which has `columns`; None for gathered keys.
+    """
     if table is None:
         ok = entry < limit
-        step = STRIDE if STRIDE > 0 else data_stride
+        step = FORM.stride if FORM.stride > 0 else pages.data_stride
         data = start.to(tl.int64) * step + lane * step
-        scale = start.to(tl.int64) * scale_stride + lane * scale_stride
-    elif STRIDE > 0:
-        data, scale, ok = place_in_page(
-            start, table, columns, num_blocks, paging, page_stride, scale_offset, scale_stride, BLOCK, STRIDE
-        )
+        scale = start.to(tl.int64) * pages.scale_stride + lane * pages.scale_stride
+    elif FORM.stride > 0:
+        data, scale, ok = place_in_page(start, table, columns, pages, FORM.block, FORM.stride)
     else:
-        data, scale, ok = place_on_pages(
-            entry, entry < limit, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
-            scale_stride,
-        )  # fmt: skip
-    score = scores_at(
-        q, q_high, w, keys, SCALES, data, scale, ok, ALIGNED, TOKENS, HEADS, DIM, KIND, FNUZ, BLOCK, DT
-    )  # fmt: skip
-    return score, ok
+        data, scale, ok = place_on_pages(entry, entry < limit, table, columns, pages)
+    return scores_at(query, KEYS, SCALES, data, scale, ok, FORM), ok
 
 
 @triton.jit
-def scores_at(
-    q, q_high, w, keys, SCALES, data, scale, ok,
-    ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr,
-    FNUZ: tl.constexpr, BLOCK: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
+def scores_at(query, KEYS, SCALES, data, scale, ok, FORM: tl.constexpr):
     """Scores [BLOCK, TOKENS] of records at offsets `data`, with scales at offsets `scale`; NaN where not `ok`."""
-    k = load_rows(keys + data, keys + scale, ok, ALIGNED, DIM, 0, KIND, FNUZ, DT)
+    ALIGNED: tl.constexpr = FORM.aligned
+    q, q_high, w = query
+    k = load_rows(KEYS + data, KEYS + scale, ok, ALIGNED, 0, FORM)
     acc = product(k, q, None)
-    if KIND == NIBBLES:
-        k = load_rows(keys + data, keys + scale, ok, ALIGNED, DIM, 1, KIND, FNUZ, DT)
+    if FORM.kind == NIBBLES:
+        k = load_rows(KEYS + data, KEYS + scale, ok, ALIGNED, 1, FORM)
         acc = product(k, q_high, acc)
     # a NaN must stay
     acc = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
     # [BLOCK, TOKENS]
-    score = tl.sum(tl.reshape(acc, (BLOCK, TOKENS, HEADS)), 2)
-    if KIND <= CODES:
+    score = tl.sum(tl.reshape(acc, (FORM.block, FORM.tokens, FORM.padded)), 2)
+    if FORM.kind <= CODES:
         if SCALES is not None:
             unit = tl.load(SCALES + scale, mask=ok, other=float("nan"))
         else:
-            unit = tl.load((keys + scale).to(tl.pointer_type(tl.float32)), mask=ok, other=float("nan"))
+            unit = tl.load((KEYS + scale).to(tl.pointer_type(tl.float32)), mask=ok, other=float("nan"))
         score *= unit[:, None]
     else:
         score = tl.where(ok[:, None], score, float("nan"))
@@ -217,20 +223,19 @@ def scores_at(
 
 @triton.jit
 def score_keys(
-    q, q_high, w, mine, lens, first, row, group,
-    keys, SCALES, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset, scale_stride,
-    OUT, MAXIMA, begin, end, stop, run, limit,
-    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FILL: tl.constexpr,
-    STAGES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, GROUP: tl.constexpr,
+    query, mine, lens, first, row, group, KEYS, SCALES, table, columns, pages, OUT, MAXIMA, begin, end, stop, run,
+    limit, FORM: tl.constexpr,
 ):  # fmt: skip
     """Score the entries begin .. end - 1 for the tokens that are `mine`, and store those that each sees.
 
-    q, q_high: [TOKENS * HEADS, D]. w: [TOKENS * HEADS]. lens, first, row: [TOKENS] entries that a token sees, first of
-    them or None, and its row in OUT. group: [TOKENS] of the row in MAXIMA. stop: of the entries to fill.
+    lens, first, row: [TOKENS] entries that a token sees, first of them or None, and its row in OUT. group: [TOKENS] of
+    the row in MAXIMA. stop: of the entries to fill. Others: as of `scores_of_tile`.
     """
+    ASM: tl.constexpr = FORM.assembly
+    BLOCK: tl.constexpr = FORM.block
+    TOKENS: tl.constexpr = FORM.tokens
     lane = tl.arange(0, BLOCK)
-    if FILL:
+    if FORM.fill:
         # tiles that no token sees are not computed
         if first is not None:
             from_here = tl.min(tl.where(mine, tl.maximum(first, begin), end), 0)
@@ -243,47 +248,45 @@ def score_keys(
     tiles = uniform(tl.cdiv(tl.maximum(end - begin, 0), BLOCK), ASM)
     number = begin // (BLOCK * run)
     left = run
-    for tile in tl.range(tiles, num_stages=STAGES):
+    for tile in tl.range(tiles, num_stages=FORM.stages):
         start = begin + tile * BLOCK
         entry = start + lane
-        score, ok = scores_of_tile(
-            q, q_high, w, keys, SCALES, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
-            scale_stride, start, entry, lane, limit, ALIGNED, STRIDE, TOKENS, HEADS, DIM, KIND, FNUZ, BLOCK, DT,
-        )  # fmt: skip
+        score, ok = scores_of_tile(query, KEYS, SCALES, table, columns, pages, start, entry, lane, limit, FORM)
         sees = mine[None, :] & (entry[:, None] < lens[None, :])
         if first is not None:
             sees = sees & (entry[:, None] >= first[None, :])
-        if FILL:
+        if FORM.fill:
             score = tl.where(ok[:, None] & sees, score, float("-inf"))
             tl.store(OUT + (row[None, :] + entry[:, None]), score, mask=mine[None, :] & (entry < stop)[:, None])
         elif OUT is not None:
             tl.store(OUT + (row[None, :] + entry[:, None]), score, mask=sees)
         if MAXIMA is not None:
-            if GROUP > 0:
+            if FORM.group > 0:
                 # devices differ in the maximum of a number and NaN; and only what has no score is -inf
                 score = tl.where(score == score, tl.maximum(score, LOWEST_SCORE), float("-inf"))  # noqa: PLR0124
             best = tl.maximum(best, tl.where(sees, score, float("-inf")))
             left -= 1
             if left == 0:
-                store_maxima(MAXIMA, group, number, best, mine, lens, BLOCK, LANES, TOKENS, GROUP)
+                store_maxima(MAXIMA, group, number, best, mine, lens, FORM)
                 best = tl.full([BLOCK, TOKENS], float("-inf"), tl.float32)
                 number += 1
                 left = run
     if MAXIMA is not None:  # noqa: SIM102 - one is a constant
         if left < run:
-            store_maxima(MAXIMA, group, number, best, mine, lens, BLOCK, LANES, TOKENS, GROUP)
+            store_maxima(MAXIMA, group, number, best, mine, lens, FORM)
 
 
 @triton.jit
-def store_maxima(
-    MAXIMA, group, number, best, mine, lens,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Store the largest scores [BLOCK, TOKENS] of the lanes of some tiles, LANES of them a token.
+def store_maxima(MAXIMA, group, number, best, mine, lens, FORM: tl.constexpr):
+    """Store the largest scores [BLOCK, TOKENS] of the lanes of some tiles, FORM.lanes of them a token.
 
-    GROUP: if above 0, a lane is of entries that follow each other, GROUP with those of all tiles. It is stored as a
-    finite number, as NaN if there is no score, and as infinity for the newest entry's group.
+    If FORM.group is above 0, a lane is of entries that follow each other, as many with those of all tiles. It is stored
+    as a finite number, as NaN if there is no score, and as infinity for the newest entry's group.
     """
+    BLOCK: tl.constexpr = FORM.block
+    LANES: tl.constexpr = FORM.lanes
+    TOKENS: tl.constexpr = FORM.tokens
+    GROUP: tl.constexpr = FORM.group
     lane = number * LANES + tl.arange(0, LANES)
     live = mine[None, :]
     if GROUP > 0:
@@ -305,8 +308,8 @@ def order_kernel(
     REQUESTS,  # [n] int32 of each token
     OUT,  # [n, 2 * N] int32
     COUNTS,  # [n] int32
-    candidate_stride: tl.int64, table_stride: tl.int64, out_stride: tl.int64, num_candidates: tl.int32,
-    max_entries: tl.int32, requests: tl.int32, columns: tl.int32, num_blocks: tl.int32, page_size: tl.int32,
+    candidate_stride: tl.int64, out_stride: tl.int64, num_candidates: tl.int32, max_entries: tl.int32,
+    table: TableNumbers, num_blocks: tl.int32, page_size: tl.int32,
     SIZE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): the candidates of a token that it sees, each once, ascending; and how many entries these blocks have.
@@ -335,10 +338,10 @@ def order_kernel(
     tl.store(out + place, block, mask=fresh)
     request = tl.load(REQUESTS + row)
     # of a request that does not exist, no entry has a page
-    exists = (request >= 0) & (request < requests)
+    exists = (request >= 0) & (request < table.requests)
     page = tl.where(fresh, block, 0) * SIZE // page_size
-    known = fresh & (page < tl.where(exists, columns, 0))
-    number = tl.load(TABLE + tl.where(exists, request, 0) * table_stride + page, mask=known, other=-1)
+    known = fresh & (page < tl.where(exists, table.columns, 0))
+    number = tl.load(TABLE + tl.where(exists, request, 0) * table.stride + page, mask=known, other=-1)
     known = known & (number >= 0) & (number < num_blocks)
     first = number * page_size + tl.where(fresh, block, 0) * SIZE % page_size
     tl.store(out + N + place, tl.where(known, first, -1), mask=fresh)
@@ -347,67 +350,49 @@ def order_kernel(
 
 @stable_kernel
 def score_blocks_kernel(
-    Q,  # [T, HEADS, DIM] codes or values
-    Q_SCALES,  # [T, HEADS, DIM / 32] uint8 of e2m1 codes, or None
-    W,  # [T, HEADS] fp32
-    KEYS,  # pages, `page_stride` elements apart
+    Q,  # [T, heads, dim] codes or values
+    Q_SCALES,  # [T, heads, dim / 32] uint8 of e2m1 codes, or None
+    W,  # [T, heads] fp32
+    KEYS,  # pages
     TABLE,  # [R, columns] int32
     REQUESTS,  # [T] int32 of each token
     LENS,  # [T] int32 entries that each token sees
     BLOCKS,  # [T, 2 * N] int32 of `order_kernel`
     COUNTS,  # [T] int32 entries that these blocks have
     OUT,  # [T, counts] fp32
-    tokens: tl.int32, requests: tl.int32, limit: tl.int32, splits: tl.int32, q_stride: tl.int64,
-    q_head_stride: tl.int64, qs_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32,
-    num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64,
-    data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64, block_stride: tl.int64, out_stride: tl.int64,
-    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, Q_ALIGNED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
-    ASM: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr,
+    tokens: tl.int32, limit: tl.int32, splits: tl.int32, strides: QueryStrides, table: TableNumbers, pages: KeyNumbers,
+    block_stride: tl.int64, out_stride: tl.int64,
+    FORM: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * tokens,): scores of the entries of a token's blocks, in their order; NaN where none is seen.
 
     WHOLE: whether pages have whole blocks.
     """
+    BLOCK: tl.constexpr = FORM.block
     token = tl.program_id(0) % tokens
     count, seen = tl.load(COUNTS + token), tl.minimum(tl.load(LENS + token), limit)
     span = tl.cdiv(tl.cdiv(count, BLOCK), splits) * BLOCK
     begin = tl.program_id(0) // tokens * span
     if begin < count:
-        padded: tl.constexpr = next_power_of_2(HEADS) if HEADS > 16 else 16
-        head = tl.arange(0, padded)
-        at = token.to(tl.int64)
-        query = Q + at * q_stride + head * q_head_stride
-        q_scale = query
-        if KIND == NIBBLES:
-            q_scale = Q_SCALES + at * qs_stride + head * (DIM // 32)
-        q = load_rows(query, q_scale, head < HEADS, Q_ALIGNED, DIM, 0, KIND, FNUZ, DT)
-        q_high = q
-        if KIND == NIBBLES:
-            q_high = load_rows(query, q_scale, head < HEADS, Q_ALIGNED, DIM, 1, KIND, FNUZ, DT)
-        w = tl.load(W + at * w_stride + head, mask=head < HEADS, other=0.0)
-        request = tl.load(REQUESTS + token)
+        head = tl.arange(0, FORM.padded)
+        query = load_query(Q, Q_SCALES, W, strides, token, head, head < FORM.heads, FORM)
+        request, at = tl.load(REQUESTS + token), token.to(tl.int64)
         # of a request that does not exist, no entry has a page
-        exists = (request >= 0) & (request < requests)
-        table = TABLE + tl.where(exists, request, 0) * table_stride
-        columns = tl.where(exists, columns, 0)
-        paging = page_size, factor, log
+        exists = (request >= 0) & (request < table.requests)
+        row = TABLE + tl.where(exists, request, 0) * table.stride
+        columns = tl.where(exists, table.columns, 0)
         lane, out, blocks = tl.arange(0, BLOCK), OUT + at * out_stride, BLOCKS + at * block_stride
-        tiles = uniform(tl.cdiv(tl.minimum(begin + span, count) - begin, BLOCK), ASM)
+        tiles = uniform(tl.cdiv(tl.minimum(begin + span, count) - begin, BLOCK), FORM.assembly)
         if count >= seen:
             # all blocks, so places are entries
-            for tile in tl.range(tiles, num_stages=STAGES):
+            for tile in tl.range(tiles, num_stages=FORM.stages):
                 start = begin + tile * BLOCK
                 entry = start + lane
-                score, _ = scores_of_tile(
-                    q, q_high, w, KEYS, None, table, columns, num_blocks, paging, page_stride, data_stride,
-                    scale_offset, scale_stride, start, entry, lane, seen,
-                    ALIGNED, STRIDE, 1, padded, DIM, KIND, FNUZ, BLOCK, DT,
-                )  # fmt: skip
+                score, _ = scores_of_tile(query, KEYS, None, row, columns, pages, start, entry, lane, seen, FORM)
                 score = tl.where(entry < seen, tl.reshape(score, (BLOCK,)), float("nan"))
                 tl.store(out + entry, score, mask=entry < count)
         else:
-            for tile in tl.range(tiles, num_stages=STAGES):
+            for tile in tl.range(tiles, num_stages=FORM.stages):
                 place = begin + tile * BLOCK + lane
                 live = place < count
                 block = tl.load(blocks + place // SIZE, mask=live, other=0)
@@ -415,27 +400,22 @@ def score_blocks_kernel(
                 if WHOLE:
                     first = tl.load(blocks + N + place // SIZE, mask=live, other=-1)
                     ok = (first >= 0) & (entry < seen)
-                    page, of = page_of(tl.where(ok, first, 0), paging)
-                    page = page.to(tl.int64) * page_stride
+                    page, of = page_of(tl.where(ok, first, 0), pages)
+                    page = page.to(tl.int64) * pages.page_stride
                     of = (of + place % SIZE).to(tl.int64)
-                    data, scale = page + of * data_stride, page + scale_offset + of * scale_stride
+                    data, scale = page + of * pages.data_stride, page + pages.scale_offset + of * pages.scale_stride
                 else:
-                    data, scale, ok = place_on_pages(
-                        entry, entry < seen, table, columns, num_blocks, paging, page_stride, data_stride,
-                        scale_offset, scale_stride,
-                    )  # fmt: skip
-                score = scores_at(
-                    q, q_high, w, KEYS, None, data, scale, ok, ALIGNED, 1, padded, DIM, KIND, FNUZ, BLOCK, DT
-                )  # fmt: skip
+                    data, scale, ok = place_on_pages(entry, entry < seen, row, columns, pages)
+                score = scores_at(query, KEYS, None, data, scale, ok, FORM)
                 tl.store(out + place, tl.reshape(score, (BLOCK,)), mask=live)
 
 
 @stable_kernel
 def score_kernel(
-    Q,  # [T, HEADS, DIM] codes or values
-    Q_SCALES,  # [T, HEADS, DIM / 32] uint8 of e2m1 codes, or None
-    W,  # [T, HEADS] fp32
-    KEYS,  # pages, `page_stride` elements apart; or rows [N, DIM], if there is no TABLE
+    Q,  # [T, heads, dim] codes or values
+    Q_SCALES,  # [T, heads, dim / 32] uint8 of e2m1 codes, or None
+    W,  # [T, heads] fp32
+    KEYS,  # pages; or rows [N, dim], if there is no TABLE
     SCALES,  # [N] fp32 of rows of codes, or None
     TABLE,  # [R, columns] int32, or None
     REQUESTS,  # [T] int32 of each token, or None: `each` tokens after another
@@ -443,22 +423,18 @@ def score_kernel(
     FIRST,  # [T] int32 first of a token's rows, or None
     OUT,  # [T, limit] fp32, or None
     MAXIMA,  # [T, groups] fp32, or None
-    tokens: tl.int32, requests: tl.int32, each: tl.int32, limit: tl.int32, splits: tl.int32,
-    run: tl.int32, groups: tl.int32, alone: tl.int32, q_stride: tl.int64, q_head_stride: tl.int64, qs_stride: tl.int64,
-    w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32, page_size: tl.int32,
-    factor: tl.int32, log: tl.int32, page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64,
-    scale_stride: tl.int64, out_stride: tl.int64, maxima_stride: tl.int64,
-    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, Q_ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-    FILL: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, GROUP: tl.constexpr,
+    tokens: tl.int32, each: tl.int32, limit: tl.int32, splits: tl.int32, run: tl.int32, groups: tl.int32,
+    alone: tl.int32, strides: QueryStrides, table: TableNumbers, pages: KeyNumbers, out_stride: tl.int64,
+    maxima_stride: tl.int64, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits * token blocks,): TOKENS tokens against one of `splits` parts of what they see, if they see enough.
+    """Grid: (splits * token blocks,): some tokens against one of `splits` parts of what they see, if they see enough.
 
     Neighbours share entries. limit: most entries. run: tiles of a group of MAXIMA; if groups is above 0, `power_of` it.
-    FILL: whether entries that a token
-    does not see are written too, as -inf; otherwise they are not, and a score without a block is NaN. GROUP: see
-    `store_maxima`.
+    Entries that a token does not see are not written, unless all are filled, and a score without a block is NaN.
     """
+    ASM: tl.constexpr = FORM.assembly
+    BLOCK: tl.constexpr = FORM.block
+    TOKENS: tl.constexpr = FORM.tokens
     blocks = tl.cdiv(tokens, TOKENS)
     split = tl.program_id(0) // blocks
     token = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
@@ -468,42 +444,29 @@ def score_kernel(
     most = tl.max(tl.where(live, lens, 0), 0)
     # of what is there, or is filled
     if groups > 0:
-        run = power_of(run * BLOCK, most, groups, alone, LANES) // BLOCK
+        run = power_of(run * BLOCK, most, groups, alone, FORM.lanes) // BLOCK
     step = run * BLOCK
-    span = tl.cdiv(tl.cdiv(limit if FILL else tl.maximum(most, 0), step), splits) * step
+    span = tl.cdiv(tl.cdiv(limit if FORM.fill else tl.maximum(most, 0), step), splits) * step
     begin = split * span
     stop = tl.minimum(begin + span, limit)
     # loaded before it is known whether they are needed
-    padded: tl.constexpr = next_power_of_2(HEADS) if HEADS > 16 else 16
-    member = tl.arange(0, TOKENS * padded)
-    head = member % padded
-    own = (tl.program_id(0) % blocks) * TOKENS + member // padded
-    there = (own < tokens) & (head < HEADS)
-    at = own.to(tl.int64)
-    query = Q + at * q_stride + head * q_head_stride
-    q_scale = query
-    if KIND == NIBBLES:
-        q_scale = Q_SCALES + at * qs_stride + head * (DIM // 32)
-    q = load_rows(query, q_scale, there, Q_ALIGNED, DIM, 0, KIND, FNUZ, DT)
-    q_high = q
-    if KIND == NIBBLES:
-        q_high = load_rows(query, q_scale, there, Q_ALIGNED, DIM, 1, KIND, FNUZ, DT)
-    w = tl.load(W + at * w_stride + head, mask=there, other=0.0)
-    if FILL or begin < most:
+    member = tl.arange(0, TOKENS * FORM.padded)
+    head = member % FORM.padded
+    own = (tl.program_id(0) % blocks) * TOKENS + member // FORM.padded
+    query = load_query(Q, Q_SCALES, W, strides, own, head, (own < tokens) & (head < FORM.heads), FORM)
+    if FORM.fill or begin < most:
         row, group = token.to(tl.int64) * out_stride, token.to(tl.int64) * maxima_stride
-        paging = page_size, factor, log
         if TABLE is None:
             end = tl.minimum(stop, most)
             score_keys(
-                q, q_high, w, live, lens, first, row, group, KEYS, SCALES, None, columns, num_blocks, paging,
-                page_stride, data_stride, scale_offset, scale_stride, OUT, MAXIMA, begin, end, stop, run, limit,
-                ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT, ASM, GROUP,
+                query, live, lens, first, row, group, KEYS, SCALES, None, table.columns, pages, OUT, MAXIMA, begin, end,
+                stop, run, limit, FORM,
             )  # fmt: skip
         else:
             request = token // each if REQUESTS is None else tl.load(REQUESTS + token, mask=live, other=-1)
             # of a request that does not exist, no entry has a block
-            request = tl.where((request >= 0) & (request < requests), request, -1)
-            known = live if FILL else live & (lens > 0)
+            request = tl.where((request >= 0) & (request < table.requests), request, -1)
+            known = live if FORM.fill else live & (lens > 0)
             if TOKENS == 1:
                 lowest, highest = tl.min(request, 0), tl.min(request, 0)
             else:
@@ -515,9 +478,7 @@ def score_kernel(
                 end = tl.minimum(stop, seen)
                 if tl.max(mine.to(tl.int32), 0) > 0:
                     score_keys(
-                        q, q_high, w, mine, lens, first, row, group, KEYS, SCALES,
-                        TABLE + tl.maximum(r, 0) * table_stride, tl.where(r < 0, 0, columns), num_blocks, paging,
-                        page_stride, data_stride, scale_offset, scale_stride, OUT, MAXIMA, begin, end, stop, run,
-                        limit, ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT, ASM,
-                        GROUP,
+                        query, mine, lens, first, row, group, KEYS, SCALES,
+                        TABLE + tl.maximum(r, 0) * table.stride, tl.where(r < 0, 0, table.columns), pages, OUT, MAXIMA,
+                        begin, end, stop, run, limit, FORM,
                     )  # fmt: skip

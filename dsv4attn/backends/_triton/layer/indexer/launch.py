@@ -1,4 +1,4 @@
-"""Scores of index keys: the launcher of `kernels_index_logits`.
+"""Scores of index keys: the launcher of `kernels`.
 
 Tiles depend on the architecture and on the number of tokens of a request.
 
@@ -19,11 +19,18 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, table_numbers
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer import select
-from dsv4attn.backends._triton.layer.kernels_index_logits import (
+from dsv4attn.backends._triton.launching.runtime import (
+    INTERPRETED,
+    WIDE,
+    Constants,
+    architecture,
+    launch,
+    multiprocessors,
+)
+from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides, ScoreForm
+from dsv4attn.backends._triton.layer.indexer.kernels import (
     CODES,
     NATIVE,
     NIBBLES,
@@ -31,7 +38,8 @@ from dsv4attn.backends._triton.layer.kernels_index_logits import (
     score_blocks_kernel,
     score_kernel,
 )
-from dsv4attn.backends._triton.sizes import cdiv
+from dsv4attn.backends._triton.layer.selection import launch as select
+from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -143,12 +151,11 @@ def score(
     Returns entries of a run, and 0; or the least entries of a run, and how many tokens have runs of the same length.
     """
     tile = _tile_of(cache, token_map, exact_rows=exact_rows, exact_sums=exact_sums)
-    rows = _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req)
     groups = maxima.shape[1] - LANES if by_length and maxima is not None else 0
     _launch(
-        query, pages_of(cache, tile), rows, scores, tile, scores.shape[1],
-        maxima=maxima, run=1 if groups else max(run // tile.entries, 1), groups=groups, fill=False,
-        exact_sums=exact_sums,
+        query, pages_of(cache, tile), token_map.block_table, token_map.visible_lens, scores, tile, scores.shape[1],
+        token_to_req=token_map.token_to_req, maxima=maxima, run=1 if groups else max(run // tile.entries, 1),
+        groups=groups, exact_sums=exact_sums,
     )  # fmt: skip
     return (tile.entries, tile.tokens) if groups else (run, 0)
 
@@ -170,11 +177,10 @@ def score_maxima(
     entries of a block, a power of two. Other arguments are those of `score`.
     """
     tile = _tile_of(cache, token_map, exact_rows=exact_rows, exact_sums=exact_sums)
-    rows = _Rows(token_map.visible_lens, token_map.block_table, token_map.token_to_req)
-    runs = max(block_size // tile.entries, 1)
     _launch(
-        query, pages_of(cache, tile), rows, None, tile, max_entries,
-        maxima=maxima, run=runs, group=block_size, fill=False, exact_sums=exact_sums,
+        query, pages_of(cache, tile), token_map.block_table, token_map.visible_lens, None, tile, max_entries,
+        token_to_req=token_map.token_to_req, maxima=maxima, run=max(block_size // tile.entries, 1), group=block_size,
+        exact_sums=exact_sums,
     )  # fmt: skip
 
 
@@ -196,29 +202,19 @@ def score_inside(
     Bits of a token depend on no other.
     """
     tile, (tokens, width) = tiles_for(cache.layout, architecture(), exact_sums=exact_sums).one, scores.shape
-    keys, table, q = pages_of(cache, tile), token_map.block_table, query.scales
-    values, native = raw(query.values), multiplies_codes(cache.layout, architecture(), exact_sums=exact_sums)
+    keys, table, values = pages_of(cache, tile), token_map.block_table, raw(query.values)
     splits = _splits(tile, tokens, width)
     launch(
         score_blocks_kernel,
         (tokens * splits,),
         (
-            values, q, query.weights, keys.tensor, table, token_map.token_to_req, token_map.visible_lens, blocks,
-            counts, scores, tokens, table.shape[0], max_entries, splits, values.stride(0), values.stride(1),
-            0 if q is None else q.stride(0), query.weights.stride(0), table.stride(0), table.shape[1], keys.num_blocks,
-            keys.page_size, *divider(keys.page_size), *keys.strides, blocks.stride(0), scores.stride(0),
+            values, query.scales, query.weights, keys.tensor, table, token_map.token_to_req, token_map.visible_lens,
+            blocks, counts, scores, tokens, max_entries, splits, query_strides(query),
+            table_numbers(table), keys.numbers, blocks.stride(0), scores.stride(0),
         ),
-        inside_constants(
-            cache.layout,
-            values.shape[1],
-            tile,
-            keys.aligned,
-            keys.stride,
-            alignment_of_rows(values),
-            native,
-            block_size,
-            blocks.shape[1] // 2,
-            cache.block_size % block_size == 0,
+        _inside_constants(
+            facts_of(keys, values, tile, exact_sums=exact_sums), block_size, blocks.shape[1] // 2,
+            whole=cache.block_size % block_size == 0,
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -249,9 +245,10 @@ def fp8_paged_mqa_logits(
     if not (logits.numel() and block_tables.numel() and cache.num_blocks):
         return logits.fill_(-inf)
     tile = tiles_for(cache.layout, architecture(), exact_sums=exact_sums).of(tokens_per_req)
-    rows = _Rows(lens.reshape(-1).contiguous(), block_tables, tokens_per_req=tokens_per_req)
-    query, keys = IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile)
-    _launch(query, keys, rows, logits, tile, max_model_len, fill=True, exact_sums=exact_sums)
+    _launch(
+        IndexQuery(q.flatten(0, 1), weights), pages_of(cache, tile), block_tables, lens.reshape(-1).contiguous(),
+        logits, tile, max_model_len, tokens_per_req=tokens_per_req, fill=True, exact_sums=exact_sums,
+    )  # fmt: skip
     return logits
 
 
@@ -271,9 +268,12 @@ def fp8_mqa_logits(
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     tile = tiles_for(layout, architecture(), exact_sums=exact_sums).many
     if logits.numel():
-        keys = _Keys(raw(rows), scales, layout, 0, 1, (0, rows.stride(0), 0, 1), dense_stride(layout, rows.stride(0)))
-        seen = _Rows(cu_seqlen_ke, first=cu_seqlen_ks)
-        _launch(IndexQuery(q, weights), keys, seen, logits, tile, rows.shape[0], fill=True, exact_sums=exact_sums)
+        numbers = KeyNumbers(0, 1, 0, 0, 0, rows.stride(0), 0, 1)
+        keys = _Keys(raw(rows), scales, layout, numbers, dense_stride(layout, rows.stride(0)))
+        _launch(
+            IndexQuery(q, weights), keys, None, cu_seqlen_ke, logits, tile, rows.shape[0], first=cu_seqlen_ks,
+            fill=True, exact_sums=exact_sums,
+        )  # fmt: skip
     return logits
 
 
@@ -287,16 +287,13 @@ def _splits(tile: Tile, tokens: int, entries: int, runs: int = 1) -> int:
 class _Keys:
     """Index keys as arguments of the kernel.
 
-    strides: strides of pages and records, offset of the scales' region, and stride of scales.
     stride: stride of records if the records of a tile are contiguous, in one page. Otherwise 0.
     """
 
     tensor: Tensor
     scales: Tensor | None
     layout: KVCacheLayout
-    num_blocks: int
-    page_size: int
-    strides: tuple[int, int, int, int]
+    numbers: KeyNumbers
     stride: int
 
     __repr__ = fields_repr
@@ -305,27 +302,8 @@ class _Keys:
     def aligned(self) -> int:
         """Bytes that divide the address of every record: those of the widest access, or those of an element."""
         item = self.tensor.element_size()
-        step = self.tensor.data_ptr() | (self.strides[0] | self.strides[1]) * item
+        step = self.tensor.data_ptr() | (self.numbers.page_stride | self.numbers.data_stride) * item
         return WIDE if step % WIDE == 0 else item
-
-
-@frozen(eq=False)
-class _Rows:
-    """Which keys each row of the scores is of, as arguments of the kernel.
-
-    lens: [T] int32 - end of the keys that a token sees.
-    block_table: blocks of the keys; None for gathered keys.
-    token_to_req: [T] int32 - None: `tokens_per_req` tokens of each request follow each other.
-    first: [T] int32 - start of the keys that a token sees; None: 0.
-    """
-
-    lens: Tensor
-    block_table: Tensor | None = None
-    token_to_req: Tensor | None = None
-    first: Tensor | None = None
-    tokens_per_req: int = 1
-
-    __repr__ = fields_repr
 
 
 def dense_stride(layout: KVCacheLayout, stride: int) -> int:
@@ -338,7 +316,14 @@ def pages_of(cache: PagedKVCache, tile: Tile) -> _Keys:
     strides = cache.memory.record_strides
     whole = cache.block_size % min(tile.entries, PAGE) == 0
     stride = dense_stride(cache.layout, strides[1]) if whole else 0
-    return _Keys(cache.tensor, None, cache.layout, cache.num_blocks, cache.block_size, strides, stride)
+    numbers = KeyNumbers(cache.num_blocks, cache.block_size, *divider(cache.block_size), *strides)
+    return _Keys(cache.tensor, None, cache.layout, numbers, stride)
+
+
+def query_strides(query: IndexQuery) -> QueryStrides:
+    """Strides of queries as arguments of kernels."""
+    token, head, _ = query.values.stride()
+    return QueryStrides(token, head, 0 if query.scales is None else query.scales.stride(0), query.weights.stride(0))
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -346,95 +331,78 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
+def facts_of(keys: _Keys, values: Tensor, tile: Tile, *, exact_sums: bool) -> tuple[Any, ...]:
+    """Arguments of `form_of`."""
+    native = multiplies_codes(keys.layout, architecture(), exact_sums=exact_sums)
+    kind = ROWS if not keys.layout.is_quantised else NIBBLES if keys.layout.fp8_format is None else CODES
+    kind = (NATIVE if native else kind).value
+    return keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), kind
+
+
 def _launch(
     query: IndexQuery,
     keys: _Keys,
-    rows: _Rows,
+    table: Tensor | None,
+    lens: Tensor,
     out: Tensor | None,
     tile: Tile,
     entries: int,
     *,
-    fill: bool,
     exact_sums: bool,
+    token_to_req: Tensor | None = None,
+    tokens_per_req: int = 1,
+    first: Tensor | None = None,
     maxima: Tensor | None = None,
     run: int = 1,
     groups: int = 0,
     group: int = 0,
+    fill: bool = False,
 ) -> None:
-    values, scales, table = raw(query.values), query.scales, rows.block_table
+    """Launch `score_kernel`.
+
+    table: None for gathered keys. lens, first: [T] int32 - end and start of the keys that a token sees; None: 0.
+    """
+    values = raw(query.values)
     tokens, splits = values.shape[0], _splits(tile, values.shape[0], entries, run)
-    requests, columns = (0, 0) if table is None else table.shape
     launch(
         score_kernel,
         (cdiv(tokens, tile.tokens) * splits,),
         (
-            values, scales, query.weights, keys.tensor, keys.scales, table, rows.token_to_req, rows.lens, rows.first,
-            out, maxima, tokens, requests, rows.tokens_per_req, entries, splits, run, groups, select.SPLIT_LENGTH,
-            values.stride(0),
-            values.stride(1), 0 if scales is None else scales.stride(0), query.weights.stride(0),
-            0 if table is None else table.stride(0), columns, keys.num_blocks, keys.page_size,
-            *divider(keys.page_size), *keys.strides, 0 if out is None else out.stride(0),
+            values, query.scales, query.weights, keys.tensor, keys.scales, table, token_to_req, lens, first, out,
+            maxima, tokens, tokens_per_req, entries, splits, run, groups, select.SPLIT_LENGTH, query_strides(query),
+            table_numbers(table), keys.numbers, 0 if out is None else out.stride(0),
             0 if maxima is None else maxima.stride(0),
         ),
-        constants_of(
-            keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), fill,
-            multiplies_codes(keys.layout, architecture(), exact_sums=exact_sums), group,
-        ),
+        _constants(facts_of(keys, values, tile, exact_sums=exact_sums), fill=fill, group=group),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
 
-@cache
-def constants_of(
-    layout: KVCacheLayout,
-    heads: int,
-    tile: Tile,
-    aligned: int,
-    stride: int,
-    q_aligned: int,
-    fill: bool,  # noqa: FBT001 - constants of a launch
-    native: bool,  # noqa: FBT001 - as above
-    group: int = 0,
-) -> dict[str, Any]:
-    kind = ROWS if not layout.is_quantised else NIBBLES if layout.fp8_format is None else NATIVE if native else CODES
+def form_of(
+    layout: KVCacheLayout, heads: int, tile: Tile, aligned: int, stride: int, q_aligned: int, kind: int
+) -> ScoreForm:
+    """The form of scores without maxima, of entries that tokens see. aligned, stride: of `_Keys`."""
     half = tl.float16 if layout.fp8_format else tl.bfloat16
-    return {
-        "ALIGNED": aligned,
-        "STRIDE": stride,
-        "Q_ALIGNED": q_aligned,
-        "TOKENS": tile.tokens,
-        "HEADS": heads,
-        "DIM": layout.head_dim,
-        "KIND": kind.value,
-        "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
-        "BLOCK": tile.entries,
-        "LANES": tile.entries // min(group, tile.entries) if group else min(LANES, tile.entries),
-        "FILL": fill,
-        "STAGES": tile.stages,
-        "ASM": native,
-        "DT": tl.float32 if INTERPRETED or layout.dtype == torch.float32 else half,
-        "GROUP": group,
-    }
+    dtype = tl.float32 if INTERPRETED or layout.dtype == torch.float32 else half
+    of_query = layout.fp8_format is Fp8Format.FNUZ, heads, max(next_power_of_2(heads), 16), layout.head_dim
+    alignments = aligned, q_aligned, stride
+    of_tile, lanes = (tile.tokens, tile.entries), min(LANES, tile.entries)
+    form = ScoreForm(kind, *of_query, *of_tile, dtype, *alignments, lanes)
+    return form._replace(stages=tile.stages, assembly=kind == NATIVE.value)
 
 
 @cache
-def inside_constants(
-    layout: KVCacheLayout,
-    heads: int,
-    tile: Tile,
-    aligned: int,
-    stride: int,
-    q_aligned: int,
-    native: bool,  # noqa: FBT001 - constants of a launch
-    block_size: int,
-    places: int,
-    whole: bool,  # noqa: FBT001 - as above
-) -> dict[str, Any]:
+def _constants(facts: tuple[Any, ...], *, fill: bool, group: int) -> Constants:
+    form = form_of(*facts)
+    lanes = form.block // min(group, form.block) if group else form.lanes
+    return Constants({"FORM": form._replace(lanes=lanes, group=group, fill=fill)})
+
+
+@cache
+def _inside_constants(facts: tuple[Any, ...], block_size: int, places: int, *, whole: bool) -> Constants:
     """Constants of `score_blocks_kernel`. places: N. whole: whether pages have whole blocks."""
-    shared = constants_of(layout, heads, tile, aligned, stride, q_aligned, False, native)
-    kept = {name: value for name, value in shared.items() if name not in {"TOKENS", "LANES", "FILL", "GROUP"}}
-    return {**kept, "SIZE": block_size, "N": places, "WHOLE": whole}
+    return Constants({"FORM": form_of(*facts), "SIZE": block_size, "N": places, "WHOLE": whole})
 
 
 @recorded

@@ -1,4 +1,4 @@
-"""Selection of the largest scores of each row: the launcher of `kernels_select`, with tiles by K and length.
+"""Selection of the largest scores of each row: the launcher of `kernels`, with tiles by K and length.
 
 A row is selected by one program. Where rows are few and long, several programs list what may be selected before.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
 from attrs import frozen
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
-from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel
-from dsv4attn.backends._triton.layer.scratch import rows_at_once
+from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.layer.selection.kernels import choose_kernel, list_kernel
+from dsv4attn.backends._triton.layer.selection.scratch import rows_at_once
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.ownership import Ownership
 
@@ -225,7 +224,9 @@ def select(
     split, pointers, groups = plan.parts > 0, (scores, maxima, visible_lens, lists), max(plan.maxima - LANES, 1)
     if split:
         write_lists(pointers, max_entries, unit, topk, run, plan, plan.alone, aligned, together=together)
-    constants, warps = _choose_constants(block, max_entries > block, split, plan.many, aligned, architecture())
+    constants, warps = _choose_constants(
+        block, aligned, architecture(), long=max_entries > block, split=split, many=plan.many
+    )
     owner, sent = (_ALL, None) if proposed is None else proposed
     of_blocks, size = (None, 1) if blocks is None else blocks
     launch(
@@ -284,25 +285,20 @@ def _aligned(scores: Tensor, maxima: Tensor | None, max_entries: int) -> int:
 
 
 @cache
-def _list_constants(block: int, aligned: int, lanes: int) -> tuple[dict[str, Any], int]:
+def _list_constants(block: int, aligned: int, lanes: int) -> tuple[Constants, int]:
     tile = LISTS[block]
     constants = {"LANES": lanes, "BLOCK": block, "TILE": tile.entries, "UNROLL": tile.unroll, "SPLITS": SPLITS}
-    return {**constants, "ALIGNED": aligned}, tile.warps
+    return Constants({**constants, "ALIGNED": aligned}), tile.warps
 
 
 @cache
 def _choose_constants(
-    block: int,
-    long: bool,  # noqa: FBT001 - constants of a launch
-    split: bool,  # noqa: FBT001 - as above
-    many: bool,  # noqa: FBT001 - as above
-    aligned: int,
-    arch: str,
-) -> tuple[dict[str, Any], int]:
+    block: int, aligned: int, arch: str, *, long: bool, split: bool, many: bool
+) -> tuple[Constants, int]:
     tiles = TILES.get(arch, DEFAULT)
     tile = (SHORT if not long else LONG if split else tiles.many if many else tiles.few)[block]
     constants = {"LANES": LANES, "BLOCK": block, "TILE": tile.entries, "UNROLL": tile.unroll}
-    return {**constants, "SPLITS": SPLITS if split else 1, "LONG": long, "ALIGNED": aligned}, tile.warps
+    return Constants({**constants, "SPLITS": SPLITS if split else 1, "LONG": long, "ALIGNED": aligned}), tile.warps
 
 
 @recorded

@@ -3,7 +3,7 @@
 A program has a few tokens, and scores all entries that these see, tile by tile in ascending order. Each token has a
 list of what may be selected. A list that a tile may overflow is compacted, see `kernels_lists.compact`: what stays
 includes K members that reach a bound, and entries of later tiles have higher numbers, so they are listed only if they
-are above the bound. At the end K are chosen from the list, as `kernels_select` chooses among scores.
+are above the bound. At the end K are chosen from the list, as `selection.kernels` chooses among scores.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -13,10 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.cache.forms import TableNumbers
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.layer.kernels_index_logits import NIBBLES, load_rows, scores_of_tile, uniform
-from dsv4attn.backends._triton.layer.kernels_lists import choose_listed, make_space, member_of
-from dsv4attn.backends._triton.sizes import next_power_of_2
+from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides
+from dsv4attn.backends._triton.layer.indexer.kernels import load_query, scores_of_tile, uniform
+from dsv4attn.backends._triton.layer.selection.kernels_lists import choose_listed, make_space, member_of
 
 
 @triton.jit
@@ -32,18 +33,17 @@ def list_tile(score, sees, entry, LIST, count, least, number, SIZE: tl.constexpr
 
 @triton.jit
 def list_keys(
-    q, q_high, w, lens, keys, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
-    scale_stride, LIST, count, least, number, end, wanted, slack, limit,
-    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
-    ASM: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
+    query, lens, KEYS, table, columns, pages, LIST, count, least, number, end, wanted, slack, limit,
+    FORM: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """List what may be selected of the entries 0 .. end - 1 of a request; (counts, least) [TOKENS] after that.
 
     lens: [TOKENS] entries of the request that each token sees.
     """
+    BLOCK: tl.constexpr = FORM.block
+    TOKENS: tl.constexpr = FORM.tokens
     lane = tl.arange(0, BLOCK)
-    for tile in tl.range(uniform(tl.cdiv(end, BLOCK), ASM), num_stages=STAGES):
+    for tile in tl.range(uniform(tl.cdiv(end, BLOCK), FORM.assembly), num_stages=FORM.stages):
         if tl.max(count, 0) > SIZE - BLOCK:
             count, least = make_space(
                 LIST, count, least, number, wanted, slack, tl.arange(0, SIZE), tl.arange(0, PART), SIZE, PART, TOKENS
@@ -51,10 +51,7 @@ def list_keys(
         start = tile * BLOCK
         entry = start + lane
         # NaN without a block
-        score, _ = scores_of_tile(
-            q, q_high, w, keys, None, table, columns, num_blocks, paging, page_stride, data_stride, scale_offset,
-            scale_stride, start, entry, lane, limit, ALIGNED, STRIDE, TOKENS, HEADS, DIM, KIND, FNUZ, BLOCK, DT,
-        )  # fmt: skip
+        score, _ = scores_of_tile(query, KEYS, None, table, columns, pages, start, entry, lane, limit, FORM)
         sees = entry[:, None] < lens[None, :]
         count = list_tile(score, sees, entry, LIST, count, least, number, SIZE)
     return count, least
@@ -62,54 +59,40 @@ def list_keys(
 
 @stable_kernel
 def select_kernel(
-    Q,  # [T, HEADS, DIM] codes or values
-    Q_SCALES,  # [T, HEADS, DIM / 32] uint8 of e2m1 codes, or None
-    W,  # [T, HEADS] fp32
-    KEYS,  # pages, `page_stride` elements apart
+    Q,  # [T, heads, dim] codes or values
+    Q_SCALES,  # [T, heads, dim / 32] uint8 of e2m1 codes, or None
+    W,  # [T, heads] fp32
+    KEYS,  # pages
     TABLE,  # [R, columns] int32
     REQUESTS,  # [T] int32 of each token
     LENS,  # [T] int32 entries that each token sees
     LISTS,  # [programs, TOKENS, SIZE] int64, memory: see `kernels_lists`
     OUT,  # [T, wanted] int32
-    tokens: tl.int32, requests: tl.int32, limit: tl.int32, wanted: tl.int32, slack: tl.int32, q_stride: tl.int64,
-    q_head_stride: tl.int64, qs_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32,
-    num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64,
-    data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64, out_stride: tl.int64,
-    ALIGNED: tl.constexpr, STRIDE: tl.constexpr, Q_ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
+    tokens: tl.int32, limit: tl.int32, wanted: tl.int32, slack: tl.int32, strides: QueryStrides, table: TableNumbers,
+    pages: KeyNumbers, out_stride: tl.int64, FORM: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any. limit: most entries. SIZE: places of a list, at least 4 * wanted and 2 * BLOCK.
+    """Grid: any. limit: most entries. SIZE: places of a list, at least 4 * wanted and 2 * FORM.block.
 
     PART: places of a list that are read together.
     slack: entries more than `wanted`, at most as many, that may reach a bound, which is then found sooner.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    padded: tl.constexpr = next_power_of_2(HEADS) if HEADS > 16 else 16
-    member = tl.arange(0, TOKENS * padded)
-    head, number = member % padded, tl.arange(0, TOKENS)
+    ASM: tl.constexpr = FORM.assembly
+    TOKENS: tl.constexpr = FORM.tokens
+    member = tl.arange(0, TOKENS * FORM.padded)
+    head, number = member % FORM.padded, tl.arange(0, TOKENS)
     LIST = LISTS + program.to(tl.int64) * (TOKENS * SIZE)
     blocks = tl.cdiv(tokens, TOKENS)
     for turn in range(program, blocks, programs):
         # later tokens of a prompt see more entries
         first = (blocks - 1 - turn) * TOKENS
-        own = first + member // padded
-        there = (own < tokens) & (head < HEADS)
-        at = own.to(tl.int64)
-        query = Q + at * q_stride + head * q_head_stride
-        q_scale = query
-        if KIND == NIBBLES:
-            q_scale = Q_SCALES + at * qs_stride + head * (DIM // 32)
-        q = load_rows(query, q_scale, there, Q_ALIGNED, DIM, 0, KIND, FNUZ, DT)
-        q_high = q
-        if KIND == NIBBLES:
-            q_high = load_rows(query, q_scale, there, Q_ALIGNED, DIM, 1, KIND, FNUZ, DT)
-        w = tl.load(W + at * w_stride + head, mask=there, other=0.0)
+        own = first + member // FORM.padded
+        query = load_query(Q, Q_SCALES, W, strides, own, head, (own < tokens) & (head < FORM.heads), FORM)
         token = first + number
         live = token < tokens
         lens = tl.minimum(tl.load(LENS + token, mask=live, other=0), limit)
         request = tl.load(REQUESTS + token, mask=live, other=-1)
-        known = live & (lens > 0) & (request >= 0) & (request < requests)
+        known = live & (lens > 0) & (request >= 0) & (request < table.requests)
         lowest = tl.min(tl.where(known, request, 0x7FFFFFFF), 0)
         highest = tl.max(tl.where(known, request, -1), 0)
         count, least = number * 0, tl.full([TOKENS], float("-inf"), tl.float32)
@@ -117,11 +100,10 @@ def select_kernel(
             seen = tl.where(known & (request == r), lens, 0)
             end = tl.max(seen, 0)
             if end > 0:
+                row = TABLE + r * table.stride
                 count, least = list_keys(
-                    q, q_high, w, seen, KEYS, TABLE + r * table_stride, columns, num_blocks,
-                    (page_size, factor, log), page_stride, data_stride, scale_offset, scale_stride, LIST, count,
-                    least, number, end, wanted, slack, limit, ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK,
-                    STAGES, DT, ASM, SIZE, PART,
+                    query, seen, KEYS, row, table.columns, pages, LIST, count, least, number, end, wanted, slack,
+                    limit, FORM, SIZE, PART,
                 )  # fmt: skip
         # members were written by all threads
         tl.debug_barrier()

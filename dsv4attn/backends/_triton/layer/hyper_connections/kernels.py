@@ -150,70 +150,25 @@ def products_kernel(
     STREAMS,  # [tokens, N, HIDDEN]
     FN,  # [MIXES, N * HIDDEN] fp32
     PRODUCTS,  # [end - first, splits, WIDTH] fp32
-    first: tl.int32, end: tl.int32, groups: tl.int32,
-    token_stride: tl.int64, stream_stride: tl.int64, fn_stride: tl.int64,
-    N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr,
-    ALIGNED: tl.constexpr, FN_ALIGNED: tl.constexpr, IN_BF16: tl.constexpr, NEXT: tl.constexpr,
-):  # fmt: skip
-    """Grid: (groups * splits,): products of tokens first .. end with fn, and sums of squares, of BLOCK_K columns.
-
-    Of each stream, that is. The programs of a split share its token tiles. HELD: whether the factors stay in shared
-    memory; otherwise they are loaded for each tile. ALIGNED, FN_ALIGNED: bytes that divide the address of every row of
-    the streams, and of a stream's columns in every row of fn. NEXT: whether the next kernel may begin before this one
-    has ended; if it is launched so, it waits.
-    """
-    launch_dependents(NEXT)
-    splits: tl.constexpr = cdiv(HIDDEN, BLOCK_K)
-    masked: tl.constexpr = HIDDEN % BLOCK_K != 0
-    split = tl.program_id(0) % splits
-    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
-    early: tl.constexpr = HELD or N <= MOST_EARLY
-    factors = ()
-    for j in tl.static_range(N if early else 0):
-        loaded = load_factors(FN, fn_stride, k, j, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED)
-        factors += (split_factors(loaded, IN_BF16) if HELD else loaded,)
-    for start in tl.range(tl.program_id(0) // splits * BLOCK_M, end - first, groups * BLOCK_M, num_stages=STAGES):
-        m = start + tl.arange(0, BLOCK_M)
-        # tokens past the end are the last one again, which costs less than a mask
-        token = tl.minimum(first + m, end - 1).to(tl.int64)
-        acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-        squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-        for j in tl.static_range(N):
-            row = token * token_stride + j * stream_stride
-            tile = load_rows(STREAMS, row, k, HIDDEN, ALIGNED, masked, "")
-            if HELD:
-                acc = add_product(acc, tile, factors[j], IN_BF16)
-            elif early:
-                acc = add_product(acc, tile, split_factors(factors[j], IN_BF16), IN_BF16)
-            else:
-                loaded = load_factors(FN, fn_stride, k, j, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED)
-                acc = add_product(acc, tile, split_factors(loaded, IN_BF16), IN_BF16)
-            wide = tile.to(tl.float32)
-            squares += wide * wide
-        store_products(PRODUCTS, m, end - first, splits, split, acc, squares, N, MIXES)
-
-
-@stable_kernel
-def post_products_kernel(
-    X,  # [tokens, HIDDEN]
-    STREAMS,  # [tokens, N, HIDDEN]
-    POST,  # [tokens, N] fp32
-    COMB,  # [tokens, N, N] fp32
-    FN,  # [MIXES, N * HIDDEN] fp32
-    OUT,  # [tokens, N, HIDDEN], dense
-    PRODUCTS,  # [end - first, splits, WIDTH] fp32
-    first: tl.int32, end: tl.int32, groups: tl.int32,
-    x_stride: tl.int64, token_stride: tl.int64, stream_stride: tl.int64, post_stride: tl.int64, weight_stride: tl.int64,
-    comb_stride: tl.int64, mix_stride: tl.int64, fn_stride: tl.int64,
+    X,  # [tokens, HIDDEN], or None: products are of the streams as they are
+    POST,  # [tokens, N] fp32, or None without X
+    COMB,  # [tokens, N, N] fp32, or None without X
+    OUT,  # [tokens, N, HIDDEN], dense, or None without X
+    first: tl.int32, end: tl.int32, groups: tl.int32, fn_stride: tl.int64, token_stride: tl.int64,
+    stream_stride: tl.int64, x_stride: tl.int64, post_stride: tl.int64, weight_stride: tl.int64, comb_stride: tl.int64,
+    mix_stride: tl.int64,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr,
     ALIGNED: tl.constexpr, FN_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, IN_BF16: tl.constexpr,
     EXACT_CASTS: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups * splits,): new streams of tokens first .. end, and what `products_kernel` makes of these.
+    """Grid: (groups * splits,): products of tokens first .. end with fn, and sums of squares, of BLOCK_K columns.
 
-    ALIGNED: bytes that divide the address of every row of x and of the streams. OUT_ALIGNED: of the new streams.
+    Of each stream, that is. With X these are the new streams, which are stored in OUT. The programs of a split share
+    its token tiles. HELD: whether the factors stay in shared memory; otherwise they are loaded for each tile. ALIGNED,
+    FN_ALIGNED, OUT_ALIGNED: bytes that divide the address of every row of x and the streams, of a stream's columns in
+    every row of fn, and of every row of OUT. NEXT: whether the next kernel may begin before this one has ended; if it
+    is launched so, it waits.
     """
     launch_dependents(NEXT)
     splits: tl.constexpr = cdiv(HIDDEN, BLOCK_K)
@@ -228,19 +183,24 @@ def post_products_kernel(
         factors += (split_factors(loaded, IN_BF16) if HELD else loaded,)
     for start in tl.range(tl.program_id(0) // splits * BLOCK_M, end - first, groups * BLOCK_M, num_stages=STAGES):
         m = start + tl.arange(0, BLOCK_M)
-        live = (first + m < end)[:, None]
+        # tokens past the end are the last one again, which costs less than a mask
         token = tl.minimum(first + m, end - 1).to(tl.int64)
         acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
         squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-        news = new_streams(
-            X, STREAMS, POST, COMB, token, k, x_stride, token_stride, stream_stride, post_stride, weight_stride,
-            comb_stride, mix_stride, N, HIDDEN, ALIGNED, masked,
-        )  # fmt: skip
+        if X is not None:
+            live = (first + m < end)[:, None]
+            news = new_streams(
+                X, STREAMS, POST, COMB, token, k, x_stride, token_stride, stream_stride, post_stride, weight_stride,
+                comb_stride, mix_stride, N, HIDDEN, ALIGNED, masked,
+            )  # fmt: skip
         for j in tl.static_range(N):
-            new = made_once(news[j], EXACT_CASTS)
-            tile = round_to(new, OUT.dtype.element_ty, EXACT_CASTS)
-            at = tl.multiple_of(OUT + (token * N + j) * HIDDEN, OUT_ALIGNED)[:, None] + k[None, :]
-            tl.store(at, tile, mask=live & inside if masked else live)
+            if X is None:
+                row = token * token_stride + j * stream_stride
+                tile = load_rows(STREAMS, row, k, HIDDEN, ALIGNED, masked, "")
+            else:
+                tile = round_to(made_once(news[j], EXACT_CASTS), OUT.dtype.element_ty, EXACT_CASTS)
+                at = tl.multiple_of(OUT + (token * N + j) * HIDDEN, OUT_ALIGNED)[:, None] + k[None, :]
+                tl.store(at, tile, mask=live & inside if masked else live)
             if HELD:
                 acc = add_product(acc, tile, factors[j], IN_BF16)
             elif early:

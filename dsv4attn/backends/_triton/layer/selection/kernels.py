@@ -70,12 +70,19 @@ def keys_of(x, live):
 
 
 @triton.jit
-def kth_largest(keys, low, at_low, high, at_high, wanted, slack):
+def score_of(key):
+    """The score that has a key; NaN for a key above INFINITE."""
+    return tl.where(key < 0, -0x80000000 - key, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def kth_largest(keys, low, at_low, high, at_high, wanted, slack, OF_SCORES: tl.constexpr = False):
     """(key, how many keys reach it, how many are above it): of the wanted-th largest key, if `wanted` keys reach `low`.
 
     It stops early: the key that comes back is one that `wanted` keys or up to `slack` more reach, and then the last
     number is only a lower bound. If at most wanted + slack reach `low`, it is `low`. high: above `low`, and `wanted`
-    keys do not reach it. at_low, at_high: how many keys reach each.
+    keys do not reach it. at_low, at_high: how many keys reach each. OF_SCORES: whether a probe is where the wanted key
+    is if scores, not keys, are spread evenly. Of scores on both sides of zero that takes half of the steps.
     """
     step = 0
     while (at_low > wanted + slack) & (high > low + 1):
@@ -87,8 +94,15 @@ def kth_largest(keys, low, at_low, high, at_high, wanted, slack):
         # a probe where the wanted key is if keys are spread evenly, and one in the middle
         span = high.to(tl.int64) - low
         share = (at_low - wanted - slack // 2) / (at_low - at_high)
-        guess = tl.minimum(tl.maximum((span.to(tl.float32) * share).to(tl.int64), 1), span - 1)
-        first, second = (low + guess).to(tl.int32), (low + span // 2).to(tl.int32)
+        if OF_SCORES:
+            lowest = score_of(low)
+            # a NaN, if there are infinite scores, is a key too
+            guess, _ = ordered(lowest + (score_of(high) - lowest) * share)
+            first = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        else:
+            guess = tl.minimum(tl.maximum((span.to(tl.float32) * share).to(tl.int64), 1), span - 1)
+            first = (low + guess).to(tl.int32)
+        second = (low + span // 2).to(tl.int32)
         reached = tl.sum((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16), 0)
         low, at_low, high, at_high = narrowed(low, at_low, high, at_high, first, reached & 0xFFFF, wanted)
         low, at_low, high, at_high = narrowed(low, at_low, high, at_high, second, reached >> 16, wanted)

@@ -1,0 +1,1 @@
+"""The compressor: states of tokens, entries of windows, and latents of DeepSeek-V4.1."""

@@ -1,0 +1,1 @@
+"""The indexer: its queries, and scores of its keys."""

@@ -1,0 +1,1 @@
+"""Projections of a layer, and the norms between them."""

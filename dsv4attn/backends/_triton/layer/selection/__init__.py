@@ -1,0 +1,1 @@
+"""Selection of entries by their scores."""
