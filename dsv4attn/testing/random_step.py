@@ -579,7 +579,9 @@ class StepFixture(RandomStep):
             places = np.random.default_rng((self.seed, i)).permutation(width)[: len(positions)]
             rows[i, 0, places] = self.pages[0].slots(self.tokens[first + i].request, positions)
             lens[i] = places.max(initial=-1) + 1
-        wide = attrs.evolve(swa, prefill_swa_indices=self.tensor(rows), prefill_swa_lens=self.tensor(lens))
+        wide = attrs.evolve(
+            swa, prefill_swa_indices=self.tensor(rows), prefill_swa_lens=self.tensor(lens), prefill_requests=None
+        )
         return attrs.evolve(metadata, swa=wide)
 
     def batch(self) -> Batch:

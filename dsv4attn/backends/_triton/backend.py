@@ -26,7 +26,7 @@ from dsv4attn.backends._triton.launching.warmup import warm
 from dsv4attn.backends._triton.layer import ops
 from dsv4attn.backends._triton.layer.projections import few_rows, output, products
 from dsv4attn.backends._triton.layer.warmup import launch_within
-from dsv4attn.backends._triton.tuning import Tuning, tuning_for
+from dsv4attn.backends._triton.tuning import MOST_ROWS, Tuning, tuning_for
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
@@ -185,6 +185,11 @@ class TritonBackend(Backend):
             return attention_launch.prepare_fixed(call, self.tuning, self.tuning.tiles_per_split(call.layer))
         width = sum(rows.width for rows in attention_launch.index_rows(call.keys))
         tuning = self.tuning_of(phase, call.layer, call.q.shape[0], width) if call.scratch else self.tuning.of(phase)
+        rows = call.request_rows
+        if phase is Phase.PREFILL and rows is not None and rows.are_several:
+            # one form for prompts, of any length
+            longest = max(rows.max_tokens, MOST_ROWS)
+            call = evolve(call, request_rows=evolve(rows, max_tokens=longest))
         return attention_launch.prepare(call, tuning)
 
     def decode(self, call: AttentionCall) -> None:
@@ -289,10 +294,12 @@ class TritonBackend(Backend):
                 attention_launch.variants(calls, phase_tuning)
             for small_tuning in tuning.small if decode else ():
                 attention_launch.variants(calls, small_tuning, splits=(True,))
+            rows_of = {Phase.PREFILL: MOST_ROWS}
             if decode:
-                most = bounds.limits.decode_threshold
+                rows_of[Phase.DECODE] = bounds.limits.decode_threshold
+            for phase, most in rows_of.items():
                 several = [evolve(call, request_rows=meta_request(call, most)) for call in calls]
-                attention_launch.variants(several, tuning, splits=(False,))
+                attention_launch.variants(several, tuning.of(phase), splits=(False,))
 
     def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.Backend`."""

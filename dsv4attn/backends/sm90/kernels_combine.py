@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernels_groups import Groups, group_of
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
@@ -25,23 +24,20 @@ def combine_parts(
     lse,  # [T, H] fp32, or None
     max_logits,  # [T, H] fp32, or None
     sink,  # [H] fp32, or None
-    requests,  # [T] int32, or None
-    starts,  # [known + 1] int32, or None
-    window_lens,  # [T] int32, or None
+    groups,  # [T + 1, 4] int32 of `list_groups`, or None
     out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
-    empty_lse: tl.float32, by_program: tl.int32, known: tl.int32, tokens: tl.int32, width0: tl.int32,
+    empty_lse: tl.float32, tokens: tl.int32, programs: tl.int32,
     H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (lines of table x sixteens of heads x 16 / R,). Rows that are whole are left as their attention wrote them.
 
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
-    others are side 0 of theirs. by_program: whether programs of attention have a line of table each, or rows; see
-    `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie next to
-    them in a part. N: parts that are loaded together. GROUP: above 1 a row is a group of rows of the call, with HEADS
-    heads of each; requests, starts, known, tokens: of `kernels_groups.Groups`,
-    and window_lens, width0 of the window.
+    others are side 0 of theirs. programs: of attention, for each block of heads; if they are fewer than rows, they have
+    a line of table each, see `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight,
+    and those that lie next to them in a part. N: parts that are loaded together. GROUP: above 1 a row is a group of up
+    to so many rows of the call, with HEADS heads of each.
     """
     tl.static_assert((R > 1) & (16 % R == 0))
     ALL: tl.constexpr = H if GROUP == 1 else GROUP * HEADS
@@ -62,10 +58,15 @@ def combine_parts(
         bias0 = tl.load(sink + head0 % HEADS, mask=live0, other=0.0) * LOG2E
         bias1 = tl.load(sink + head1 % HEADS, mask=live1, other=0.0) * LOG2E
     wait_then_launch_dependents(PDL)
+    if groups is not None:
+        tokens = tl.load(groups + tokens * 4)
     other, count = tl.load(table + line * 2), tl.load(table + line * 2 + 1)
+    by_program = tokens > programs
+    if groups is not None:
+        count = tl.where(by_program | (line < tokens), count, 0)
     # of a program's heads the first is the lowest: if it is beyond the last, all are
     if (count > 1) & (first_head < ALL):
-        first, token = tl.where(by_program != 0, line, other), tl.where(by_program != 0, other, line).to(tl.int64)
+        first, token = tl.where(by_program, line, other), tl.where(by_program, other, line).to(tl.int64)
         largest0 = tl.full([64 * R], NOTHING, tl.float32)
         total0 = tl.zeros([64 * R], tl.float32)
         largest1, total1, acc = largest0, total0, tl.zeros([64 * R, 8], tl.float32)
@@ -113,10 +114,9 @@ def combine_parts(
         acc *= tl.where(of_first, factor0[:, None], factor1[:, None])
         once = (eight < 2 * R) & (eight % 4 == 0)
         store0, store1, row0, row1 = once & live0, once & live1, token, token
-        if GROUP > 1:
-            groups = Groups(requests, starts, known, tokens)
-            leader = token.to(tl.int32)
-            end = group_of(groups, window_lens, width0, token, leader, leader >= 0, GROUP, False).last
+        if groups is not None:
+            end = tl.load(groups + token * 4 + 3) & 7
+            token = tl.load(groups + token * 4).to(tl.int64)
             store0, store1 = store0 & (head0 // HEADS <= end), store1 & (head1 // HEADS <= end)
             row0, row1 = token + head0 // HEADS, token + head1 // HEADS
             head0, head1 = head0 % HEADS, head1 % HEADS
@@ -136,7 +136,7 @@ def combine_parts(
         r, column = tl.arange(0, R), tl.arange(0, 512)
         row_head = first_head + r % (R // 2) + r // (R // 2) * 8
         live, row = row_head < ALL, token
-        if GROUP > 1:
+        if groups is not None:
             live = live & (row_head % HEADS < H) & (row_head // HEADS <= end)
             row, row_head = token + row_head // HEADS, row_head % HEADS
         to = tl.multiple_of(out + (row * out_token + row_head.to(tl.int64) * out_head), 16)

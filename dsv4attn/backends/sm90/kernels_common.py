@@ -18,7 +18,6 @@ WIDE_L = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LINE_L = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
 SHORT_L = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 """SHORT numbers in each of four warps, which add them up without waiting for each other."""
-FEW_L = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 ONE_L = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PIECE = gl.constexpr(32)
 """Columns of a part that are scaled together: powers of more take more registers than there are."""

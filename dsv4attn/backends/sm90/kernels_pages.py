@@ -55,16 +55,14 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     CODE_PAGES,
     NIBBLE_PAGES,
     TOLERANCE,
-    after,
-    clear_followers,
     clear_split,
     differs,
     enter,
+    exists,
     group_at,
     part_of,
     seen_by,
     store_split,
-    tiles_here,
     tiles_of,
     visible,
     write_sums,
@@ -103,20 +101,20 @@ role of V4.1's records waits for them.
 
 
 @gluon.jit
-def load_q(query, keys, q_s, t, group, tokens, H: gl.constexpr, HEADS: gl.constexpr):
-    """Start to copy q of row t, or of a group that it leads, zeros for heads and rows that are not there."""
+def load_q(query, keys, q_s, group, there, H: gl.constexpr, HEADS: gl.constexpr):
+    """Start to copy q of a row or group, zeros for heads and rows that are not there."""
     column = gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE_L))
     within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L)))
     if keys.groups is not None:
         head = within % HEADS
-        at = t + within // HEADS
-        live = (within // HEADS <= group.last) & (head < H) & (t + within * 0 < tokens)
+        at = group.row + within // HEADS
+        live = exists(group, within, H, HEADS) & there
         p = gl.expand_dims(query.q + at.to(gl.int64) * query.token + head.to(gl.int64) * query.head, 1)
         p = p + gl.expand_dims(column, 0)
     else:
         head = query.head0 + within
-        live = (head < H) & (t < tokens)
-        row = query.q + t.to(gl.int64) * query.token
+        live = (head < H) & there
+        row = query.q + group.row.to(gl.int64) * query.token
         p = row + gl.expand_dims(head.to(gl.int64) * query.head, 1) + gl.expand_dims(column, 0)
     p = gl.multiple_of(p, [1, 16])
     mask = gl.expand_dims(live, 1) & (gl.expand_dims(column, 0) < 128)
@@ -135,29 +133,22 @@ def sums_of(p):
 def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr, HEADS: gl.constexpr):
     """Products of q and keys, the softmax of each row, and the first 128 columns of its output."""
     program = gl.program_id(0)
-    group = t
-    if keys.groups is not None:
-        group = group_at(keys, t, t < chunk.tokens)
-    load_q(query, keys, smem.q, t, group, chunk.tokens, H, HEADS)
+    group = group_at(keys, t, t < chunk.tokens)
+    load_q(query, keys, smem.q, group, t < chunk.tokens, H, HEADS)
     clear_split(results.table, chunk)
-    clear_followers(keys, results.table, chunk)
     i = gl.to_tensor(0)
     j = gl.to_tensor(0)
     while (pos < chunk.hi) & (t < chunk.tokens):
-        if keys.groups is not None:
-            n0, n1, first, last = tiles_here(keys, chunk, t, pos, group)
-        else:
-            n0, n1, first, last = enter(keys, chunk, t, pos)
+        n0, n1, first, last = enter(keys, chunk, t, pos)
         n = tiles_of(keys, n0, n1)
         mbarrier.wait(smem.n_empty.index(0), (j & 1) ^ 1)
         smem.note.store(single(last - first, gl.int32))
         async_copy.wait_group(0)
         fence_async_shared()
         mbarrier.arrive(smem.n_full.index(0), count=1)
-        live = None
         if keys.groups is not None:
-            row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L))
-            live, begins, sees, entries, all_see = seen_by(keys, t, group, row, H, HEADS)
+            line = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L))
+            sees, entries, begun, least = seen_by(keys, group, n0, line, H, HEADS)
         largest = gl.full([64], NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES_L))
         reference = largest
         sums = sums_of(gl.zeros([64, 64], gl.float32, layout=SCORES_L))
@@ -178,9 +169,10 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr, HEADS: gl
             s = warpgroup_mma_wait(0, [s])
             z = s * (query.scale * LOG2E) + gl.expand_dims(bias, 0)
             if keys.groups is not None:  # noqa: SIM102 - a constant, and a value
-                if differs(k, n0, all_see):
+                if differs(k, n0, group, begun, least):
                     column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES_L))
-                    z = gl.where(visible(column, k, n0, begins, sees, entries), z, -float("inf"))
+                    line = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
+                    z = gl.where(visible(column, k, n0, group, line, sees, entries, HEADS), z, -float("inf"))
             most = gl.max(z, 1)
             moved = gl.where(most > reference + TOLERANCE, most, reference)
             shrink = gl.exp2(reference - moved)
@@ -204,25 +196,28 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr, HEADS: gl
         whole = (first == 0) & (last == n)
         side = part_of(chunk, program, pos)
         factor = normalized(results.sink, smem.sink, total, reference, whole)
+        within, live = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L))), None
         if keys.groups is not None:
             # the sign says that a row is not of the group, and nothing is to be written
+            live = exists(group, within, H, HEADS)
             factor = gl.where(live, factor, -1.0)
         mbarrier.wait(smem.f_empty.index(0), (j & 1) ^ 1)
         smem.factor.store(factor)
-        place = t.to(gl.int64) * results.out_token + query.head0 * results.out_head
+        row = group.row
+        place = row.to(gl.int64) * results.out_token + query.head0 * results.out_head
         if whole == 0:
             place = -1 - side.to(gl.int64) * (64 * 512)
         smem.where.store(single(place, gl.int64))
         mbarrier.arrive(smem.f_full.index(0), count=1)
-        following, group = after(keys, t, group)
-        load_q(query, keys, smem.q, following, group, chunk.tokens, H, HEADS)
+        following = t + 1
+        group = group_at(keys, following, following < chunk.tokens)
+        load_q(query, keys, smem.q, group, following < chunk.tokens, H, HEADS)
         result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_L)), 1)
         kept = None
         if keys.groups is not None:
             kept = gl.convert_layout(factor, gl.SliceLayout(1, STORE_L))
         write_columns(results, result, place, 0, H, HEADS, kept)
-        within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
-        write_sums(results, t, whole, side, total, reference, largest, query.head0, within, H, HEADS, live)
+        write_sums(results, row, whole, side, total, reference, largest, query.head0, within, H, HEADS, live)
         if first == 0:
             store_split(results.table, chunk, t, pos, n)
         pos += gl.maximum(n, 1) + chunk.extra

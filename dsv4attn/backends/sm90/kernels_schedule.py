@@ -8,11 +8,11 @@ chunk, and of a row that continues after it. A kernel that attends tiles in pair
 
 Where rows differ, each takes some tiles more on the line, for the work that a program does once for a row. Where they
 do not, chunks are whole rows, or equal parts of a row, whenever that is not much longer: then few rows or none split.
-Where there are enough programs, each row has a chunk of its own as long as the longest row, unless that is longer than
-the chunks of split rows and what their parts cost.
+Where there are enough programs, each row has chunks of its own: one as long as the longest row, unless that is longer
+than the chunks of split rows and what their parts cost; or as many for each as there are, if they are no longer.
 
-Rows of one request may be groups (`_triton.attention.kernels_groups`): then the first row of a group stands on the line
-for all of them, and the others take no place.
+Rows of one request may be groups (`_triton.attention.kernels_groups`). A group then takes the place of a row, in all
+that this says of rows: `kernels_groups.list_groups` lists them first.
 
 Where bits must not depend on the batch, rows are not split: a row belongs to the program in whose chunk it begins.
 
@@ -33,7 +33,6 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.attention.kernels_groups import group_of
 from dsv4attn.backends._triton.numerics import LN2
 
 FP8_PAGES = tl.constexpr(0)
@@ -49,8 +48,6 @@ NVFP4_PAGES = tl.constexpr(4)
 TILE = tl.constexpr(64)
 SHORT = tl.constexpr(128)
 """Most rows of a call whose lengths a program reads without a loop."""
-FEW = tl.constexpr(256)
-"""The same where rows may be groups, of which each takes several loads."""
 COST = tl.constexpr(2)
 """Tiles that take as long as what a program does once for a row."""
 PAIR_COST = tl.constexpr(4)
@@ -82,17 +79,18 @@ Entries = namedtuple("Entries", "requests table stride known columns")
 
 requests: [T] int32. table: [known, columns] int32, rows `stride` apart.
 """
-Keys = namedtuple("Keys", "first second paired groups four eight", defaults=(None, None, None))
+Keys = namedtuple("Keys", "first second paired groups", defaults=(None,))
 """Both segments of a row; the second may be None. paired, a constant: tiles are attended in pairs, of one segment.
 
-groups: `kernels_groups.Groups`, or None, and each row is by itself. four, eight: None unless groups have up to 4 and 8
-rows; a number in a tuple would be no constant.
+groups: the list of `list_groups`, or None, and each row is by itself.
 """
+Group = namedtuple("Group", "row both")
+"""row: the group's first row. both: 8 `later` + `last` of `_triton.attention.kernels_groups.Group`."""
 Chunk = namedtuple("Chunk", "tokens parts lo hi length extra")
 """A program's chunk of the line, [lo, hi).
 
-tokens: rows of the call. parts: chunks of the line. length: tiles of every chunk. extra: tiles that a row takes besides
-its own; _MOST_TILES where each row has a chunk of its own, so that no row follows.
+tokens: rows of the call, or groups of them. parts: chunks of the line. length: tiles of every chunk. extra: tiles
+that a row takes besides its own; _MOST_TILES where each row has chunks of its own, so that no row follows.
 """
 Results = namedtuple(
     "Results",
@@ -117,57 +115,42 @@ def cdiv(a, b):
 
 @triton.jit
 def lengths(keys, t, there):
-    """Columns of row t that count, in each segment; zeros where not there.
-
-    Of a group these are the columns of all its rows, in the place of its first one. Others have no place: -64 and 0.
-    """
-    first, second = keys.first, keys.second
+    """Columns of row t that count, in each segment; zeros where not there. Of a group: those of all its rows."""
+    first = keys.first
     if keys.groups is not None:
-        group = group_at(keys, t, there)
-        n0 = tl.where(group.leads, group.columns, tl.where(there, -64, 0))
-        n1 = entries_of(keys, t + group.last, group.leads)
+        n0 = tl.load(keys.groups + t * 4 + 1, mask=there, other=0)
+        n1 = tl.load(keys.groups + t * 4 + 2, mask=there, other=0)
     else:
         n0 = tl.minimum(tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0), first.width)
-        n1 = n0 * 0
-        if second is not None:
-            n1 = tl.minimum(tl.maximum(tl.load(second.lens + t, mask=there, other=0), 0), second.width)
-    return n0, n1
-
-
-@triton.jit
-def lengths_once(keys, at, tokens, ONCE: tl.constexpr):
-    """`lengths` of all rows, where rows may be groups, which take many loads, and `at` has them all; else 0."""
-    n0, n1 = at * 0, at * 0
-    if keys.groups is not None:  # noqa: SIM102 - two constants of different kinds
-        if ONCE:
-            n0, n1 = lengths(keys, at, at < tokens)
-    return n0, n1
-
-
-@triton.jit
-def lengths_again(keys, t, there, kept0, kept1, ONCE: tl.constexpr):
-    """`lengths`, or what `lengths_once` has of it."""
-    if keys.groups is not None:
-        if ONCE:
-            n0, n1 = kept0, kept1
-        else:
-            n0, n1 = lengths(keys, t, there)
-    else:
-        n0, n1 = lengths(keys, t, there)
+        n1 = entries_of(keys, t, there)
     return n0, n1
 
 
 @triton.jit
 def group_at(keys, t, there):
-    """`Group` that row t leads."""
-    G: tl.constexpr = 8 if keys.eight is not None else 4 if keys.four is not None else 2
-    first = keys.first
-    return group_of(keys.groups, first.lens, first.width, first.stride, t, there, G, False)
+    """`Group` t of the list; row t where rows are by themselves."""
+    row, both = t, t * 0
+    if keys.groups is not None:
+        row = tl.load(keys.groups + t * 4, mask=there, other=0)
+        both = tl.load(keys.groups + t * 4 + 3, mask=there, other=0)
+    return Group(row, both)
+
+
+@triton.jit
+def last_of(group):
+    """Number of the last row in a group."""
+    return group.both & 7
+
+
+@triton.jit
+def own_of(group, n0):
+    """Columns of the first row's window, of n0 columns of all windows."""
+    return tl.maximum(n0 - last_of(group), 0)
 
 
 @triton.jit
 def entries_of(keys, t, there):
-    """Columns of row t that count in the second segment, 0 where not there."""
+    """Columns of row t of the call that count in the second segment, 0 where not there."""
     second = keys.second
     n = t * 0
     if second is not None:
@@ -176,59 +159,47 @@ def entries_of(keys, t, there):
 
 
 @triton.jit
-def after(keys, t, group):
-    """The row after row t that has a place on the line, and its `Group`. group: of row t, or anything."""
-    if keys.groups is not None:
-        t += group.last + 1
-        group = group_at(keys, t, t < keys.groups.rows)
-    else:
-        t += 1
-    return t, group
+def exists(group, row, H: tl.constexpr, HEADS: tl.constexpr):
+    """Which rows of products a group has. row: [64], heads of a row of the call after each other, HEADS of each."""
+    return (row // HEADS <= last_of(group)) & (row % HEADS < H)
 
 
 @triton.jit
-def seen_by(keys, t, group, row, H: tl.constexpr, HEADS: tl.constexpr):
-    """What rows of products see of a group, which row t leads, as (live, begins, sees, entries, all_see).
+def seen_by(keys, group, n0, row, H: tl.constexpr, HEADS: tl.constexpr):
+    """What rows of products see of a group, as (sees, entries, begun, least).
 
-    row: [64], heads of a row of the call after each other, HEADS of each. live: which of them exist. They see `sees`
-    columns of the window from `begins` on, and the first `entries` entries. all_see: what all that exist see, the first
-    column of the window and the one after the last, and the number of entries.
+    n0: columns of the group's windows. row: as of `exists`. They see `sees` columns of the window, and the first
+    `entries` entries. All see the window from column `begun` to that of the first row's last key, and `least` entries.
     """
-    number = row // HEADS
-    live = (number <= group.last) & (row % HEADS < H) & (t + row * 0 < keys.groups.rows)
-    first = keys.first
-    sees = tl.minimum(tl.maximum(tl.load(first.lens + t + number, mask=live, other=0), 0), first.width)
-    begins, entries = group.own + number - sees, entries_of(keys, t + number, live)
-    first_column = tl.max(tl.where(live, begins, 0), 0)
-    end = tl.min(tl.where(live, begins + sees, _MOST_TILES), 0)
-    return live, begins, sees, entries, (first_column, end, tl.min(tl.where(live, entries, _MOST_TILES), 0))
+    number, live = row // HEADS, exists(group, row, H, HEADS)
+    first, at = keys.first, group.row + number
+    sees = tl.minimum(tl.maximum(tl.load(first.lens + at, mask=live, other=0), 0), first.width)
+    entries = entries_of(keys, at, live)
+    begun = tl.max(tl.where(live, own_of(group, n0) + number - sees, 0), 0)
+    return sees, entries, begun, tl.min(tl.where(live, entries, _MOST_TILES), 0)
 
 
 @triton.jit
-def differs(k, n0, all_see):
+def differs(k, n0, group, begun, least):
     """Whether rows of products may differ in the keys of tile k of a group that they see; see `seen_by`."""
     before = _tiles(n0)
-    first_column, end, entries = all_see
-    of_window = (k * TILE < first_column) | (k * TILE + TILE > end)
-    return ((k < before) & of_window) | ((k >= before) & ((k - before) * TILE + TILE > entries))
+    of_window = (k * TILE < begun) | (k * TILE + TILE > own_of(group, n0))
+    return ((k < before) & of_window) | ((k >= before) & ((k - before) * TILE + TILE > least))
 
 
 @triton.jit
-def visible(column, k, n0, begins, sees, entries):
+def visible(column, k, n0, group, row, sees, entries, HEADS: tl.constexpr):
     """[64, 64] bool: which keys of tile k of a group its rows of products see; see `seen_by`. column: 0 .. 64."""
     before = _tiles(n0)
     inside = k < before
-    first = tl.where(inside, begins - k * TILE, (before - k) * TILE)
+    first = tl.where(inside, own_of(group, n0) + row // HEADS - sees - k * TILE, (before - k) * TILE)
     since = tl.expand_dims(column, 0) - tl.expand_dims(first, 1)
     return (since >= 0) & (since < tl.expand_dims(tl.where(inside, sees, entries), 1))
 
 
 @triton.jit
 def tiles_of(keys, n0, n1):
-    """Tiles of a row, of which a segment without columns has none. The last of a pair may be without columns.
-
-    Of a row without a place: -1.
-    """
+    """Tiles of a row, of which a segment without columns has none. The last of a pair may be without columns."""
     n = _tiles(n0) + _tiles(n1)
     if keys.paired:
         n += n & 1
@@ -239,10 +210,7 @@ def tiles_of(keys, n0, n1):
 def room_of(keys, n):
     """What a row of n tiles takes of the line, besides `Chunk.extra`."""
     least: tl.constexpr = 2 if keys.paired else 1
-    room = tl.maximum(n, least)
-    if keys.groups is not None:
-        room = tl.where(n < 0, 0, room)
-    return room
+    return tl.maximum(n, least)
 
 
 @triton.jit
@@ -265,21 +233,15 @@ def share(
     zero = tokens * 0
     odd: tl.constexpr = 1 if keys.paired else 0
     cost: tl.constexpr = PAIR_COST if keys.paired else COST
-    work, longest, shortest, places = zero, zero, zero + _MOST_TILES, zero
-    kept0, kept1 = lengths_once(keys, at, tokens, ONCE)
+    work, longest, shortest = zero, zero, zero + _MOST_TILES
     for base in range(0, end_of_rows, BT):
         t = base + at
         there = t < tokens
-        n0, n1 = lengths_again(keys, t, there, kept0, kept1, ONCE)
+        n0, n1 = lengths(keys, t, there)
         m = room_of(keys, tiles_of(keys, n0, n1))
         work += tl.sum(tl.where(there, m, 0), 0)
         longest = tl.maximum(longest, tl.max(tl.where(there, m, 0), 0))
-        if keys.groups is not None:
-            places += tl.sum((there & (m > 0)).to(tl.int32), 0)
-            there = there & (m > 0)
         shortest = tl.minimum(shortest, tl.min(tl.where(there, m, _MOST_TILES), 0))
-    if keys.groups is None:
-        places = tokens
     even = tl.maximum(cdiv(work, parts), least)
     rows = cdiv(even, longest) * longest
     pieces = cdiv(longest, tl.maximum(longest // even, 1))
@@ -287,26 +249,30 @@ def share(
     aligned = tl.where(even >= longest, rows, pieces)
     uniform = (longest == shortest) & (aligned <= even + even // 16 + cost)
     extra = tl.where(uniform, 0, cost)
-    length = tl.maximum(cdiv(work + cost * places, parts), least)
+    length = tl.maximum(cdiv(work + cost * tokens, parts), least)
     length = tl.where(uniform, aligned, length + (length & odd))
-    whole = places <= parts
+    owned = tokens <= parts
+    own = longest
     if not WHOLE_ROWS:
-        whole = whole & ((longest - length) * parts <= SPLIT * places)
-    length = tl.where(whole, longest, length)
+        own = cdiv(longest, tl.maximum(tl.minimum(parts // tl.maximum(tokens, 1), longest // least), 1))
+        own += own & odd
+        whole = (longest - length) * parts <= SPLIT * tokens
+        owned = owned & (whole | (own <= length))
+        own = tl.where(whole, longest, own)
+    length = tl.where(owned, own, length)
     lo = part * length
     hi = lo + length
     first, pos, before, count, of_chunk = zero, zero, zero, zero, zero
     for base in range(0, end_of_rows, BT):
         t = base + at
         there = t < tokens
-        n0, n1 = lengths_again(keys, t, there, kept0, kept1, ONCE)
+        n0, n1 = lengths(keys, t, there)
         n = tiles_of(keys, n0, n1)
-        m = tl.where(there, tl.where(whole, length, room_of(keys, n) + extra), 0)
-        if keys.groups is not None:
-            m = tl.where(n < 0, 0, m)
+        m = room_of(keys, n)
+        m = tl.where(there, tl.where(owned, cdiv(m, length) * length, m + extra), 0)
         end = before + tl.cumsum(m, 0)
         start = end - m
-        done = there & (start < lo) if WHOLE_ROWS else there & (end - tl.where(whole, 0, extra) <= lo)
+        done = there & (start < lo) if WHOLE_ROWS else there & (end - tl.where(owned, 0, extra) <= lo)
         first += tl.sum(done.to(tl.int32), 0)
         pos += tl.sum(tl.where(done, m, 0), 0)
         if WHOLE_ROWS:
@@ -319,12 +285,7 @@ def share(
         before += tl.sum(m, 0)
     if WHOLE_ROWS:
         lo, hi = pos, pos + of_chunk
-    chunk = Chunk(tokens, parts, lo, hi, length, tl.where(whole, _MOST_TILES, extra))
-    if keys.groups is not None:
-        leads = group_at(keys, first, first < tokens).leads
-        while (leads == 0) & (first < tokens):
-            first += 1
-            leads = group_at(keys, first, first < tokens).leads
+    chunk = Chunk(tokens, parts, lo, hi, length, tl.where(owned, _MOST_TILES, extra))
     return chunk, first, pos, count
 
 
@@ -343,69 +304,52 @@ def begin(keys, chunk, t, pos):
     """The first tile of a chunk, whose first row is t, as a walk: (t, pos, n0, n1, k, last).
 
     k: a tile of row t, which begins at pos of the line and has lengths n0 and n1. last: one after its last tile here.
-    Of a group there are also (own, later, end): see `Group`, of which end is the last row.
+    Where rows are groups there is also the `Group`.
     """
+    n0, n1, k, last = enter(keys, chunk, t, pos)
     if keys.groups is not None:
-        group = group_at(keys, t, t < chunk.tokens)
-        walk = _settle_group(keys, chunk, _enter_group(keys, chunk, t, pos, group))
+        walk = t, pos, n0, n1, k, last, group_at(keys, t, t < chunk.tokens)
     else:
-        n0, n1, k, last = enter(keys, chunk, t, pos)
-        walk = _settle(keys, chunk, t, pos, n0, n1, k, last)
-    return walk
+        walk = t, pos, n0, n1, k, last  # type: ignore[assignment]
+    return _settle(keys, chunk, walk)
 
 
 @triton.jit
 def advance(keys, chunk, walk):
     """The next tile of a walk over a chunk, maybe of a later row."""
     if keys.groups is not None:
-        t, pos, n0, n1, k, last, own, later, end = walk
-        walk = _settle_group(keys, chunk, (t, pos, n0, n1, k + 1, last, own, later, end))
+        t, pos, n0, n1, k, last, group = walk
+        walk = t, pos, n0, n1, k + 1, last, group
     else:
         t, pos, n0, n1, k, last = walk
-        walk = _settle(keys, chunk, t, pos, n0, n1, k + 1, last)
-    return walk
+        walk = t, pos, n0, n1, k + 1, last
+    return _settle(keys, chunk, walk)
 
 
 @triton.jit
-def _settle(keys, chunk, t, pos, n0, n1, k, last):
+def _settle(keys, chunk, walk):
     """A walk, once it has left rows that have no tile from k on. Past all rows, t is `tokens`.
 
     As little as possible is carried from tile to tile: it takes registers that keys need.
     """
-    while (k >= last) & (t < chunk.tokens):
-        pos += room_of(keys, tiles_of(keys, n0, n1)) + chunk.extra
-        t += 1
-        t = tl.where(pos >= chunk.hi, chunk.tokens, t)
-        n0, n1, k, last = enter(keys, chunk, t, pos)
-    return t, pos, n0, n1, k, last
-
-
-@triton.jit
-def tiles_here(keys, chunk, t, pos, group):
-    """As `enter`, of a group that is known."""
-    there = t < chunk.tokens
-    n0 = tl.where(there, group.columns, 0)
-    n1 = entries_of(keys, t + group.last, there)
-    return n0, n1, tl.maximum(chunk.lo - pos, 0), tl.minimum(chunk.hi - pos, tiles_of(keys, n0, n1))
-
-
-@triton.jit
-def _enter_group(keys, chunk, t, pos, group):
-    n0, n1, k, last = tiles_here(keys, chunk, t, pos, group)
-    return t, pos, n0, n1, k, last, group.own, group.later, group.last
-
-
-@triton.jit
-def _settle_group(keys, chunk, walk):
-    """As `_settle`."""
-    t, pos, n0, n1, k, last, own, later, end = walk
-    while (k >= last) & (t < chunk.tokens):
-        pos += room_of(keys, tiles_of(keys, n0, n1)) + chunk.extra
-        t += end + 1
-        t = tl.where(pos >= chunk.hi, chunk.tokens, t)
-        group = group_at(keys, t, t < chunk.tokens)
-        t, pos, n0, n1, k, last, own, later, end = _enter_group(keys, chunk, t, pos, group)
-    return t, pos, n0, n1, k, last, own, later, end
+    if keys.groups is not None:
+        t, pos, n0, n1, k, last, group = walk
+        while (k >= last) & (t < chunk.tokens):
+            pos += room_of(keys, tiles_of(keys, n0, n1)) + chunk.extra
+            t += 1
+            t = tl.where(pos >= chunk.hi, chunk.tokens, t)
+            n0, n1, k, last = enter(keys, chunk, t, pos)
+            group = group_at(keys, t, t < chunk.tokens)
+        walk = t, pos, n0, n1, k, last, group
+    else:
+        t, pos, n0, n1, k, last = walk
+        while (k >= last) & (t < chunk.tokens):
+            pos += room_of(keys, tiles_of(keys, n0, n1)) + chunk.extra
+            t += 1
+            t = tl.where(pos >= chunk.hi, chunk.tokens, t)
+            n0, n1, k, last = enter(keys, chunk, t, pos)
+        walk = t, pos, n0, n1, k, last
+    return walk
 
 
 @triton.jit
@@ -419,12 +363,14 @@ def columns(keys, chunk, walk):
     first, second = keys.first, keys.second
     before = _tiles(n0)
     inside = (k < before).to(tl.int32)
-    other, own, skipped = t, n0, t.to(tl.int64) * 0
+    row, other, own, skipped = t, t, n0, t.to(tl.int64) * 0
     if keys.groups is not None:
-        own = tl.where(inside != 0, walk[6], n1)
-        skipped = walk[8].to(tl.int64) * first.stride - walk[7]
-        other = t + walk[8]
-    at = first.rows + t.to(tl.int64) * first.stride
+        group = walk[6]
+        last = last_of(group)
+        own = tl.where(inside != 0, own_of(group, n0), n1)
+        skipped = last.to(tl.int64) * first.stride - (group.both >> 3)
+        row, other = group.row, group.row + last
+    at = first.rows + row.to(tl.int64) * first.stride
     column = k * TILE
     length = n0
     if second is not None:  # noqa: SIM102 - a constant, and a value
@@ -649,19 +595,6 @@ def clear_split(table, chunk):
     """Store that no row begins in this program's chunk; `store_split` overwrites it."""
     if chunk.tokens > chunk.parts:
         tl.store(table + chunk.lo // chunk.length * 2 + 1, 0)
-
-
-@triton.jit
-def clear_followers(keys, table, chunk):
-    """Where rows have lines of the table: store in this program's line that its row is not split, if it has no place.
-
-    No program walks over such a row.
-    """
-    if keys.groups is not None:  # noqa: SIM102 - a constant, and a value
-        if chunk.tokens <= chunk.parts:
-            t = chunk.lo // chunk.length
-            there = t < chunk.tokens
-            tl.store(table + t * 2 + 1, 0, mask=there & (group_at(keys, t, there).leads == 0))
 
 
 @triton.jit

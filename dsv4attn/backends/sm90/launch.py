@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
 
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.attention import meta_calls as shared_calls
-from dsv4attn.backends._triton.attention.launch import divider, group_of, power_of_two
+from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.attention.meta_calls import meta_request
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
-from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.backends._triton.sizes import next_power_of_2
+from dsv4attn.backends._triton.tuning import MOST_ROWS, Tuning
 from dsv4attn.backends.sm90 import (
     few_heads,
     group_select,
@@ -32,12 +33,14 @@ from dsv4attn.backends.sm90 import (
     small_decode,
 )
 from dsv4attn.backends.sm90.kernels_combine import combine_parts
-from dsv4attn.backends.sm90.kernels_schedule import FEW, SHORT
+from dsv4attn.backends.sm90.kernels_groups import LISTED, list_groups
+from dsv4attn.backends.sm90.kernels_schedule import SHORT
 from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat, format_of
 from dsv4attn.backends.sm90.meta_calls import NUMBERS, meta_calls
 from dsv4attn.backends.sm90.served import DIM, against_layer, keys_of
 from dsv4attn.backends.sm90.tuning import (
     BF16_ROWS_ROLES,
+    PAGES_TUNING,
     PREFILL_COST_MODEL,
     RAW_Q_ROLES,
     TUNING,
@@ -61,7 +64,6 @@ from dsv4attn.core.contract.backend import (
     EntryIndices,
     KeyForm,
     Phase,
-    RequestRows,
     Run,
 )
 from dsv4attn.core.contract.device import DeviceFacts
@@ -86,9 +88,7 @@ ROTATED = 64
 """Rotated dims of raw q."""
 FARTHEST = WIDE * 2**31
 """Smallest stride of pages or rows, in bytes, that the kernel's int32 strides cannot hold."""
-PAGES_TUNING = Tuning(heads=HEADS, keys=64)
-"""Sizes of a tile of the Gluon kernel on pages."""
-GROUP_SPILLS = 1024
+GROUP_SPILLS = 640
 """Bytes that a thread of the Gluon kernel may store and load for what is computed once for a group."""
 LINE = 1024
 """Rows whose lengths a program loads together when it computes its share of the tiles."""
@@ -176,7 +176,7 @@ class Sm90Backend(TritonBackend):
         return gathers and self._may_serve(layer) and bounds.q_dtype == bounds.swa.row_dtype == torch.bfloat16
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """Two parts for each program, their lse and largest logits, and for each row which programs share it.
+        """Two parts for each program, their lse and largest logits, for each row which programs share it, and groups.
 
         The splits of the shared kernel and the partial results of `kernels_small_decode` fit into the same memory.
         """
@@ -191,17 +191,18 @@ class Sm90Backend(TritonBackend):
             ((lines,), torch.float32),
             ((lines,), torch.float32),
             ((max(tokens, 1), 2), torch.int32),
+            ((tokens + 1, 4), torch.int32),
         ]
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        """See `scratch`. Only the size of the last buffer depends on the call."""
+        """See `scratch`. Only the sizes of the last two buffers depend on the call."""
         if not self._may_serve(layer):
             return super().scratch_bound(phase, layer, max_tokens, max_width)
         lines = _programs(layer.num_heads) * 2 * HEADS
         if self.deterministic:
             splits = super().scratch_bound(phase, layer, max_tokens, max_width)
             lines = max(lines, -(-splits // (4 * DIM)))
-        return lines * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + 4 * ALIGNMENT
+        return lines * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + (max_tokens + 1) * 16 + 5 * ALIGNMENT
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.Backend`. Pages and gathered rows are both served, whatever option `prefill` says."""
@@ -216,9 +217,9 @@ class Sm90Backend(TritonBackend):
         if format_and_numbers is not None:
             kind, numbers = format_and_numbers
             decode = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
-            group = self._group(kind, call.layer, call.request_rows) if decode else 1
-            requests = 0 if call.request_rows is None else call.request_rows.query_start_loc.shape[0] - 1
-            alone = group == 1 or not group_is_faster(heads, tokens, min(requests, tokens))
+            group = self._group(phase, kind, call)
+            requests = 0 if call.request_rows is None else call.request_rows.requests
+            alone = group == 1 or (decode and not group_is_faster(heads, tokens, min(requests, tokens)))
             if alone and (sizes := self._few_heads_sizes(phase, kind, call)):
                 return few_heads.prepare(call, numbers, sizes)
             if decode and (tiles := self._small_decode_tiles(kind, call, group)):
@@ -264,20 +265,28 @@ class Sm90Backend(TritonBackend):
         """Whether `kernels_few_heads` may serve calls on V4's fp8 records."""
         return self._small == "auto" and not self.deterministic
 
-    def _group(self, kind: KeyFormat, layer: LayerGeometry, rows: RequestRows | None) -> int:
-        """Rows of a request that the Gluon kernel on pages computes together in a decode; 1 if each is by itself.
-
-        On window-only layers that was slower: 25 us and not 18 for 64 requests of 4 tokens of 8 heads (H200, torch
-        2.11, Triton 3.6, 2026-11-28).
-        """
+    def _group(self, phase: Phase, kind: KeyFormat, call: AttentionCall) -> int:
+        """Rows of a request that the Gluon kernel on pages computes together; 1 if each is by itself."""
+        rows, layer, tokens = call.request_rows, call.layer, call.q.shape[0]
         if rows is None or not rows.are_several:
             return 1
-        return self._largest_group(kind, layer, rows.max_tokens)
+        if phase is Phase.DECODE:
+            return self._largest_group(phase, kind, layer, rows.max_tokens)
+        widths = [segment.width for segment in attention_launch.index_rows(call.keys)]
+        few_heads = kind == PAGES and self._may_use_few_heads
+        faster = PREFILL_COST_MODEL.prefers_groups(layer, tokens, rows.requests, widths, few_heads=few_heads)
+        # one form for prompts of any length
+        return self._largest_group(phase, kind, layer, MOST_ROWS) if faster else 1
 
-    def _largest_group(self, kind: KeyFormat, layer: LayerGeometry, most: int) -> int:
-        """As `_group`, of requests of at most `most` rows."""
-        shares = kind.is_paged and layer.kind is LayerKind.HCA and not self.deterministic
-        return group_of(layer, most, PAGES_TUNING) if shares else 1
+    def _largest_group(self, phase: Phase, kind: KeyFormat, layer: LayerGeometry, most: int) -> int:
+        """Most rows of a group of requests of at most `most` rows.
+
+        Decodes of window-only layers were slower: 25 us and not 18 for 64 requests of 4 tokens of 8 heads (H200, torch
+        2.11, Triton 3.6, 2026-11-28).
+        """
+        shares = phase is Phase.PREFILL or layer.kind is LayerKind.HCA
+        shares = shares and kind.is_paged and not self.deterministic
+        return PAGES_TUNING.group_of(layer, most) if shares else 1
 
     def _small_decode_tiles(self, kind: KeyFormat, call: AttentionCall, group: int = 1) -> TileSizes | None:
         """Sizes of the programs of `kernels_small_decode`; None if it does not serve the decode.
@@ -287,7 +296,7 @@ class Sm90Backend(TritonBackend):
         (tokens, heads, _), requests = call.q.shape, call.request_rows
         widths, groups = tuple(rows.width for rows in attention_launch.index_rows(call.keys)), None
         if group > 1 and requests is not None:
-            groups = max(-(-tokens // group), min(requests.query_start_loc.shape[0] - 1, tokens))
+            groups = max(-(-tokens // group), min(requests.requests, tokens))
         return (
             tile_sizes_of(tokens, heads, widths, _programs(heads), groups)
             if tokens and self._may_use_small_decode(kind)
@@ -347,8 +356,8 @@ class Sm90Backend(TritonBackend):
         variants(*form, **options, whole_rows=self.deterministic)
         if gathered and self._may_leave_raw(bounds, layer):
             variants(*form, **options, raw=True)
-        group = 1 if gathered else self._largest_group(kind, layer, bounds.limits.decode_threshold)
-        if group > 1:
+        rows_of = {} if gathered else {Phase.DECODE: bounds.limits.decode_threshold, Phase.PREFILL: MOST_ROWS}
+        for group in {self._largest_group(phase, kind, layer, most) for phase, most in rows_of.items()} - {1}:
             variants(*form, **options, group=group)
         if self._may_use_small_decode(kind):
             small_decode.variants(*form, **options)
@@ -385,13 +394,10 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, wh
     tokens, heads, _ = q.shape
     roles, raw = _warp_roles(kind, raw=call.raw_q is not None), call.raw_q
     segments = len(attention_launch.index_rows(keys))
-    short = tokens <= FEW.value if group > 1 else _has_short(segments, kind) and tokens <= SHORT.value
+    short = _has_short(segments, kind) and tokens <= SHORT.value
     constants, combining, programs_per_row = _constants(
         segments, kind, heads, raw=raw is not None, short=short, whole_rows=whole_rows, group=group
     )
-    rows = call.request_rows if group > 1 else None
-    requests, starts = (None, None) if rows is None else (rows.token_to_req, rows.query_start_loc)
-    known = 0 if starts is None else starts.shape[0] - 1
     programs = _programs(heads)
     lines = min(tokens, programs // -(-heads // HEADS))
     results = attention_launch.result_strides(call)
@@ -404,14 +410,16 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, wh
     launch_attention = Launch(
         attention,
         constants,
-        (*q.stride()[:2], *results, *numbers, *rotation, known, tokens, roles.least, scale, empty_lse),
+        (*q.stride()[:2], *results, *numbers, *rotation, tokens, roles.least, scale, empty_lse),
         # what rows of a group see stays in memory but for the tiles in which they differ
         spills=GROUP_SPILLS if group > 1 else 0,
     )
-    combine_numbers = *results, empty_lse, int(tokens > lines), known, tokens, numbers[0]
-    combine = Launch(combine_parts, combining, combine_numbers, roles.warps)
+    most = programs // -(-heads // HEADS)
+    combine = Launch(combine_parts, combining, (*results, empty_lse, tokens, most), roles.warps)
     programs, combiners = programs if tokens else 0, 0 if whole_rows else lines * programs_per_row
-    part, part_lse, part_max, splits = call.scratch
+    part, part_lse, part_max, splits, groups = call.scratch
+    list_rows = None if group == 1 else _prepare_list(call, groups, numbers, group)
+    listed = None if group == 1 else groups
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and powers less than the rest
     part, part_powers = part.view(torch.float16), part.view(-1)[part.numel() // 2 :].view(torch.uint8)
     maxima = None if top is None else part_max
@@ -424,19 +432,35 @@ def _prepare(call: AttentionCall, kind: KeyFormat, numbers: Sequence[int], *, wh
         window = compressed = window_cache.tensor if gathered is None else gathered
         if segments > 1 and compressed_cache is not None:
             compressed = compressed_cache.tensor
+        if list_rows is not None:
+            list_rows()
         launch_attention(
             programs,
             (
                 q, out, lse, top, attn_sink, part, part_powers, part_lse, maxima, splits,
                 window, window_indices, window_lens, compressed, compressed_indices, compressed_lens,
-                positions, table, requests, starts,
+                positions, table, listed,
             ),
         )  # fmt: skip
         if combiners:
             results = part, part_powers, part_lse, maxima, splits, out, lse, top, attn_sink
-            combine(combiners, (*results, requests, starts, None if requests is None else window_lens))
+            combine(combiners, (*results, listed))
 
     return run
+
+
+def _prepare_list(call: AttentionCall, groups: Tensor, numbers: Sequence[int], group: int) -> Callable[[], None]:
+    """The launch that lists groups of up to `group` rows. numbers: of both segments."""
+    rows, tokens = call.request_rows, call.q.shape[0]
+    assert rows is not None
+    _, window_lens, _, compressed_lens = attention_launch.index_tensors(call.keys)
+    segments = len(attention_launch.index_rows(call.keys))
+    constants = Constants({"G": group, "PDL": uses_pdl("sm_90") and not INTERPRETED})
+    widths = numbers[0], numbers[len(numbers) // 2]
+    starts = rows.query_start_loc
+    launch = Launch(list_groups, constants, (starts.shape[0] - 1, tokens, *widths), 8)
+    tensors = groups, rows.token_to_req, starts, window_lens, compressed_lens if segments > 1 else None
+    return partial(launch, -(-tokens // LISTED.value), tensors)
 
 
 def _key_format_and_numbers(call: AttentionCall) -> tuple[KeyFormat, Sequence[int]] | None:
@@ -475,15 +499,14 @@ def _constants(
     """Constants of the Gluon kernel, constants of `combine_parts`, and programs of `combine_parts` for each row.
 
     raw: whether q is raw.
-    short: whether the call has at most SHORT tokens, with groups at most FEW. Without, only where `_has_short` is true.
+    short: whether the call has at most SHORT tokens. Only where `_has_short` is true.
     whole_rows: whether no row is split.
     group: rows of a request that are computed together.
     """
     roles = _warp_roles(kind, raw=raw)
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
-    grouped = {"GROUP": group, "HEADS": HEADS if group == 1 else power_of_two(heads)}
-    few = SHORT.value if group == 1 else FEW.value
-    chosen |= {"BT": few if short else LINE, "WHOLE_ROWS": whole_rows, **grouped}
+    grouped = {"GROUP": group, "HEADS": HEADS if group == 1 else next_power_of_2(heads)}
+    chosen |= {"BT": SHORT.value if short else LINE, "WHOLE_ROWS": whole_rows, "HEADS": grouped["HEADS"]}
     if not INTERPRETED:
         chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "FETCH": roles.fetch, "PDL": uses_pdl("sm_90")}
     combining = {"H": heads, "R": roles.heads, "N": roles.parts, "EXACT_CASTS": not INTERPRETED}
@@ -564,7 +587,7 @@ def variants(
     whole_rows: whether no row is split; then nothing is combined.
     group: rows of a request that are computed together.
     """
-    for tokens in (1, max(SHORT.value, FEW.value) + 1):
+    for tokens in (1, SHORT.value + 1):
         for call in meta_calls(segments, kind, heads, sinks=sinks, lses=lses, tokens=tokens, raw=raw):
             grouped = evolve(call, request_rows=meta_request(call, group)) if group > 1 else call
             _prepare(grouped, kind, NUMBERS, whole_rows=whole_rows, group=group)(call.tensors)

@@ -44,6 +44,6 @@ def meta_calls(
     if not kind.is_paged:
         keys = shared.meta_gathered(KVCacheLayout.rows(layer.nope_dim, layer.rope_dim), tokens=tokens)
     parts, numbers = meta_rows(2, layer.head_dim, dtype=torch.float32), meta_rows(2, dtype=torch.float32)
-    scratch = [parts, numbers, numbers, meta_rows(tokens, 2)]
+    scratch = [parts, numbers, numbers, meta_rows(tokens, 2), meta_rows(tokens + 1, 4)]
     for call in shared.meta_calls(layer, keys, torch.bfloat16, sinks=sinks, lses=lses, raw=raw):
         yield evolve(call, scratch=scratch)

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from attrs import frozen
 
-from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
+from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, MOST_ROWS, Tuning
 from dsv4attn.core.contract.backend import ChunkCost
 from dsv4attn.core.model.geometry import LayerGeometry
 
@@ -19,6 +19,7 @@ __all__ = [
     "FEW_HEADS",
     "LONGEST_BY_GROUPS",
     "MOST_BY_GROUPS",
+    "PAGES_TUNING",
     "PREFILL_COST_MODEL",
     "RAW_Q_ROLES",
     "REQUESTS_BY_GROUPS",
@@ -387,6 +388,8 @@ def combine_rounds_of(tokens: int, heads: int, tiles: int) -> tuple[int, int]:
     return COMBINE_ROUNDS[2] if blocks >= 48 else COMBINE_ROUNDS[0]
 
 
+PAGES_TUNING = Tuning(heads=64, keys=64)
+"""Sizes of a tile of the Gluon kernel on pages."""
 _SAMPLES = 16
 
 
@@ -408,6 +411,9 @@ class PrefillCostModel:
     prepared: norm and rotation of q before attention, for one token and one block.
     raw_token: norm and rotation of q inside attention on rows, for one token and one block.
     raw_start: the same, for one chunk.
+    group: one group of tokens of a request that are computed together, on pages.
+    group_tile: one tile of 64 keys, for one group.
+    group_start: one chunk of groups. group_length: the same, for each tile of a group.
     least: tokens of the shortest chunk that is gathered, and of the shortest step with raw q.
     """
 
@@ -423,6 +429,10 @@ class PrefillCostModel:
     prepared: float = 0.0317
     raw_token: float = 0.0065
     raw_start: float = 3.0
+    group: float = 0.0687
+    group_tile: float = 0.0161
+    group_start: float = 22.4
+    group_length: float = 0.42
     least: int = 128
 
     measured: str = "not measured"
@@ -462,11 +472,13 @@ class PrefillCostModel:
     ) -> tuple[float, float]:
         """(microseconds on pages, microseconds on rows). A sample of tokens, spread evenly, stands for all tokens.
 
-        few_heads: whether `kernels_few_heads` may serve pages. It serves V4's layers, which normalise q.
+        few_heads: whether `kernels_few_heads` may serve pages. It serves V4's layers, which normalise q. Where it may
+        not, tokens are not computed in groups either.
         """
         ends = [*accumulate(count for _, count in requests)]
         tokens, blocks = ends[-1], -(-layer.num_heads // 64)
-        tiles, pairs = [], []
+        size = group_of_prompt(layer) if few_heads else 1
+        tiles, tiles_of_groups, pairs = [], [], []
         for i in range(_SAMPLES):
             token = i * (tokens - 1) // (_SAMPLES - 1)
             request = bisect_right(ends, token)
@@ -475,20 +487,49 @@ class PrefillCostModel:
             entries = layer.entries(seen)
             window, entries = min(seen, layer.window), min(entries, layer.topk) if layer.topk else entries
             tiles.append(-(-window // 64) - (-entries // 64))
+            tiles_of_groups.append(-(-(window + size - 1) // 64) - (-entries // 64))
             pairs.append(-(-(window + entries) // 128))
-        page = tokens * blocks * (self.page * sum(tiles) / _SAMPLES + self.page_token)
-        page += tokens * self.page_list + self.page_start
-        costs = few_heads_costs(layer.num_heads) if few_heads and layer.q_norm else None
-        if costs is not None:
-            of_token = costs.prompt_token_tile * sum(tiles) / _SAMPLES + costs.prompt_token
-            page = costs.prompt_start + tokens * of_token
+        page = self._page_time(layer, tokens, sum(tiles) / _SAMPLES, few_heads=few_heads)
+        if size > 1:
+            page = min(page, self._group_time(tokens / size + len(requests) / 2, sum(tiles_of_groups) / _SAMPLES))
         row = tokens * blocks * (self.row * sum(pairs) / _SAMPLES + self.row_token)
         return page, row + tokens * self.row_list + rows * self.gathered + self.row_start
+
+    def prefers_groups(
+        self, layer: LayerGeometry, tokens: int, requests: int, widths: Sequence[int], *, few_heads: bool = True
+    ) -> bool:
+        """Whether tokens of a request are computed together faster than each by itself, in a chunk on pages.
+
+        widths: of the index rows of each segment. few_heads: whether `kernels_few_heads` computes them by themselves.
+        """
+        size = group_of_prompt(layer)
+        tiles, (window, *others) = sum(-(-width // 64) for width in widths), widths
+        together = -(-(window + size - 1) // 64) - sum(-width // 64 for width in others)
+        alone = self._page_time(layer, tokens, tiles, few_heads=few_heads)
+        return size > 1 and self._group_time(tokens / size + requests / 2, together) < alone
+
+    def _page_time(self, layer: LayerGeometry, tokens: int, tiles: float, *, few_heads: bool) -> float:
+        """Microseconds on pages of tokens by themselves, each of so many tiles."""
+        costs = few_heads_costs(layer.num_heads) if few_heads and layer.q_norm else None
+        if costs is not None:
+            return costs.prompt_start + tokens * (costs.prompt_token_tile * tiles + costs.prompt_token)
+        work = tokens * -(-layer.num_heads // 64)
+        return work * (self.page * tiles + self.page_token) + tokens * self.page_list + self.page_start
+
+    def _group_time(self, groups: float, tiles: float) -> float:
+        """Microseconds of groups, each of so many tiles."""
+        return self.group_start + self.group_length * tiles + groups * (self.group + self.group_tile * tiles)
+
+
+def group_of_prompt(layer: LayerGeometry) -> int:
+    """Tokens of a prompt that the Gluon kernel on pages may compute together; 1 if each is by itself."""
+    return PAGES_TUNING.group_of(layer, MOST_ROWS)
 
 
 PREFILL_COST_MODEL = PrefillCostModel(
     measured="H200, torch 2.11, Triton 3.6, 2026-11-25: 90 chunks of 32 to 8,192 tokens after 0 to 65,536, 64 and 128 "
-    "heads, all kinds of layers; the choice is at most 1.9 % slower than the better one"
+    "heads, all kinds of layers; the choice is at most 1.9 % slower than the better one. 2026-11-29: 74 chunks of 64 "
+    "to 8,192 tokens, 8 to 32 heads, c128a and window-only; at most 7 % slower with 8 and 16 heads, 14 % with 32"
 )
 
 TUNING: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}

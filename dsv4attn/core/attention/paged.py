@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.attention.call import INT, ForwardCall, IndexRows, PhaseCall, PreparedCall
@@ -87,7 +88,18 @@ class PagedCall(PhaseCall):
         metadata, rows = forward.window_metadata, slice(chunk.token_start, chunk.token_end)
         window = DenseIndices(metadata.prefill_swa_indices[rows, 0], metadata.prefill_swa_lens[rows])
         tokens, compressed = forward.prefill_tokens(chunk), forward.chunk_topk_indices(chunk)
-        return cls(forward, forward.prefill_phase, tokens, window, compressed)
+        call = cls(forward, forward.prefill_phase, tokens, window, compressed)
+        if metadata.prefill_requests is not None and window.width <= forward.layer.window:
+            longest = max(count for _, count in forward.requests_of(chunk))
+            call.request_rows = evolve(
+                metadata.prefill_requests,
+                token_to_req=metadata.prefill_requests.token_to_req[rows],
+                max_tokens=longest,
+                num_requests=chunk.num_requests,
+            )
+            if forward.workspace.debug:
+                check_request_rows(call.request_rows, window)
+        return call
 
     def prepare(self) -> PreparedCall:
         """Bind everything but the tensors that differ between layers."""
@@ -184,10 +196,15 @@ class PagedCall(PhaseCall):
 
 
 def _request_rows(forward: ForwardCall) -> RequestRows | None:
-    """What a decode's rows share, if the metadata of every segment say so. In debug mode it is checked."""
+    """What a decode's rows share, if the metadata of every segment say so. In debug mode it is checked.
+
+    Rows with more columns than the window promise nothing: tokens of a draft block, or of an image, see each other.
+    """
     metadata, compressed = forward.window_metadata, forward.compressed_metadata
     request_rows, is_hca = metadata.decode_requests, forward.layer.kind is LayerKind.HCA
     if request_rows is None or (is_hca and (compressed is None or compressed.decode_requests is None)):
+        return None
+    if metadata.decode_swa_indices.shape[2] > forward.layer.window:
         return None
     if forward.workspace.debug:
         window = DenseIndices(metadata.decode_swa_indices.select(1, 0), metadata.decode_swa_lens)

@@ -91,7 +91,7 @@ class RaggedIndices:
 
 @frozen
 class RequestRows:
-    """Which rows of a decode belong to one request, so that a backend may read the keys that they share once.
+    """Which rows of a call belong to one request, so that a backend may read the keys that they share once.
 
     Who gives it promises of every pair of rows t < u with one request, `token_to_req[t] == token_to_req[u] >= 0`, that
     token u of the sequence comes u - t positions after token t, and:
@@ -106,21 +106,28 @@ class RequestRows:
     values give right results. `core.torch_ops.request_rows` has the definition of groups, and checks the promise.
 
     token_to_req: [T] int32 - request of each row, negative for a token that is not real.
-    query_start_loc: [R + 1] int32 - row with which each request begins. R is the number of decode requests, but a
-       captured graph may be replayed with more of them.
+    query_start_loc: [R + 1] int32 - row with which each request begins; in a prompt, maybe all as many rows later. R is
+       the number of decode requests, but a captured graph may be replayed with more of them.
     max_tokens: most rows of a request, on the host, also in replays of a captured graph.
+    num_requests: requests that have rows, on the host; None: R.
     """
 
     token_to_req: Tensor
     query_start_loc: Tensor
     max_tokens: int
+    num_requests: int | None = None
 
     __repr__ = fields_repr
 
     @property
+    def requests(self) -> int:
+        """Requests that have rows, as far as the host knows."""
+        return self.query_start_loc.shape[0] - 1 if self.num_requests is None else self.num_requests
+
+    @property
     def are_several(self) -> bool:
         """Whether requests have more than one row on the average, as far as the host knows."""
-        return self.max_tokens > 1 and self.token_to_req.shape[0] > self.query_start_loc.shape[0] - 1
+        return self.max_tokens > 1 and self.token_to_req.shape[0] > self.requests
 
 
 @frozen

@@ -95,8 +95,8 @@ class AttentionCall:
     lse: [T, H] fp32 or None - natural log, without the sink.
     scratch: the views of `Backend.scratch`.
     options: see `AttentionOptions`.
-    request_rows: of a decode, which rows belong to one request and share keys, as `RequestRows` promises it; None: not
-       known. A backend may ignore it: every row lists all of its keys.
+    request_rows: which rows belong to one request and share keys, as `RequestRows` promises it, in a decode and on
+       pages of a prompt; None: not known. A backend may ignore it: every row lists all of its keys.
     """
 
     layer: LayerGeometry

@@ -225,6 +225,9 @@ class MetadataBuilder:
             prefill_seq_lens_cpu=batch.seq_lens_cpu[num_decodes:],
             prefill_query_lens_cpu=batch.query_start_loc_cpu[num_decodes:].diff(),
             decode_requests=self._decode_requests(batch, request[:num_decode_tokens], num_decodes),
+            prefill_requests=RequestRows(
+                request[num_decode_tokens:], starts, max(query_lens[num_decodes:], default=0), num_prefills
+            ),
             build_state=self._build_state,
         )
         return self._extension.extend_swa(metadata) if self._extension else metadata

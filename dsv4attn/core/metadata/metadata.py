@@ -152,7 +152,9 @@ class DeepseekSparseSWAMetadata:
     prefill_seq_lens_cpu: [Rp] int32 - on the host.
     prefill_query_lens_cpu: [Rp] int32 - query tokens of each prefill request, on the host.
     decode_requests: which decode rows are of one request, and so share keys of the window, see `RequestRows`; None:
-       rows may list any keys. `MetadataBuilder` gives it where requests may have drafts and the batch is causal.
+       rows may list any keys, as rows of more than W columns may. `MetadataBuilder` gives it where requests may have
+       drafts and the batch is causal.
+    prefill_requests: the same of the prefill rows. Entries of c128a layers share by `c128a_prefill_topk_indices`.
     build_state: of the build that made the metadata: layers refuse metadata after a later one. None: not known, as of
        metadata that an engine fills itself, or that were built with `full_width` for a graph, which a replay reads.
 
@@ -186,6 +188,7 @@ class DeepseekSparseSWAMetadata:
     prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
     prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
     decode_requests: RequestRows | None = None
+    prefill_requests: RequestRows | None = None
     build_state: BuildState | None = None
 
     __repr__ = fields_repr

@@ -78,7 +78,7 @@ def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable
     else:
         keys = [PagedKeys(segment.cache, f) for segment, f in zip(inputs.segments, formed, strict=True)]
         slots = [segment.cache.capacity for segment in inputs.segments]
-    shared = request_rows(inputs.case, q.device) if kernel == "decode" else None
+    shared = None if on_rows else request_rows(inputs.case, q.device)
     call = AttentionCall(layer, q, keys, inputs.sink, out, None, views[len(ragged) :], request_rows=shared)
     for dense, target, count in zip(lists, formed, slots, strict=True):
         if isinstance(target, RaggedIndices):
@@ -94,7 +94,7 @@ def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable
 
 
 def request_rows(case: KernelCase, device: torch.device) -> RequestRows | None:
-    """Which rows of a decode are of one request; None where every request has one token."""
+    """Which rows of a call are of one request; None where every request has one token."""
     counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32, device=device)
     if case.tokens <= len(case.requests):
         return None

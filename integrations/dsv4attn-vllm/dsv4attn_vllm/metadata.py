@@ -165,18 +165,25 @@ def window_of(step: SWAMetadata, window: int) -> DeepseekSparseSWAMetadata:
         decode_swa_indices=rows,
         decode_swa_lens=step.decode_swa_lens,
         prefill_swa_indices=prefill_rows,
-        decode_requests=request_rows(step) if rows.shape[-1] == window else None,
+        decode_requests=decode_requests(step),
+        prefill_requests=prefill_requests(step),
         **of_prefill,
     )
 
 
-def request_rows(step: SWAMetadata) -> RequestRows | None:
-    """Which decode rows of a step are of one request: vLLM's kernels list keys as `RequestRows` promises.
-
-    Tokens of a draft block see each other, and promise nothing: their rows are wider than the window.
-    """
+def decode_requests(step: SWAMetadata) -> RequestRows | None:
+    """Which decode rows of a step are of one request: vLLM's kernels list keys as `RequestRows` promises."""
     requests, starts = step.token_to_req_indices[: step.num_decode_tokens], step.query_start_loc[: step.num_decodes + 1]
     return RequestRows(requests, starts, step.decode_threshold) if step.decode_threshold > 1 else None
+
+
+def prefill_requests(step: SWAMetadata) -> RequestRows | None:
+    """The same of prefill rows."""
+    if not step.num_prefills:
+        return None
+    first, requests = step.num_decode_tokens, step.num_decodes + step.num_prefills
+    rows = step.token_to_req_indices[first : first + step.num_prefill_tokens]
+    return RequestRows(rows, step.query_start_loc[: requests + 1], step.max_query_len, step.num_prefills)
 
 
 @dataclass

@@ -66,6 +66,15 @@ def test_rows_of_one_request_share_keys_as_vllm_lists_them(mtp: Engine) -> None:
     assert {ds.LayerKind.SWA, ds.LayerKind.HCA} <= checked
 
 
+def test_rows_of_a_prompt_share_keys_as_vllm_lists_them(mtp: Engine) -> None:
+    metadata = mtp.describe([(mtp.request(tokens), count) for tokens, count in [(150, 3), (126, 9), (0, 30)]])
+    swa = next(m.dsv4attn for m in metadata.values() if hasattr(m.dsv4attn, "prefill_requests"))
+    rows = swa.prefill_requests
+
+    assert (rows.token_to_req.tolist(), rows.max_tokens, rows.requests) == ([1] * 9 + [2] * 30, 30, 2)
+    check_request_rows(rows, DenseIndices(swa.prefill_swa_indices[:, 0], swa.prefill_swa_lens))
+
+
 def test_rejected_drafts_leave_nothing_behind(mtp: Engine) -> None:
     request, other = mtp.request(150), mtp.request(60)
     mtp.step([(request, 3), (other, 3)])

@@ -12,7 +12,7 @@ from attrs import evolve
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL
+from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL, PrefillCostModel
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import phase_call_of
 from dsv4attn.core.attention.gathered import GatheredCall
@@ -53,6 +53,29 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
     assert {row[4] < row[5] for row in rows()} == {True, False}
 
 
+def few_heads_regret(line: list[str], costs: PrefillCostModel) -> float:
+    """Time of the choice between tokens by themselves, groups of them, and rows, relative to the fastest."""
+    heads, kind, before, tokens, requests, *times = line
+    layer = evolve(FLASH.layer_of_kind(kind), num_heads=int(heads))
+    context, count, each = int(before), int(requests), int(tokens) // int(requests)
+    alone, groups, gathered = map(float, times)
+    widths = [layer.window, max(layer.entries(context + int(tokens)), 1)][: 1 + (kind == "c128a")]
+    page = groups if costs.prefers_groups(layer, int(tokens), count, widths) else alone
+    rows_of = count * (layer.entries(context + each) + min(context + each, each + layer.window - 1))
+    chosen = page if costs.prefers_pages(layer, [(context, each)] * count, rows_of) else gathered
+    return chosen / min(alone, groups, gathered)
+
+
+@pytest.mark.parametrize("change", [{}, {"group": 0.2}, {"group_start": 5}, {"group_tile": 0.1}])
+def test_few_heads_are_computed_in_the_fastest_way(change: dict[str, Any]) -> None:
+    costs = evolve(PREFILL_COST_MODEL, **change)
+    lines = measured_lines("prefill_few_heads_h200.txt")
+    lost = {tuple(line[:5]): few_heads_regret(line, costs) for line in lines}
+
+    assert len(lost) == 74
+    assert (max(lost.values()) < 1.14 and max(x for key, x in lost.items() if key[0] != "32") <= 1.07) == (not change)
+
+
 @pytest.mark.parametrize("change", [{"row": 0.1}, {"page": 0.1}, {"gathered": 0.01}, {"least": 4096}])
 def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
     costs = evolve(PREFILL_COST_MODEL, **change)
@@ -80,6 +103,9 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
         def prefers_pages(self, *_: object, **__: object) -> bool:
             answers.append(pages[len(answers) % len(pages)])
             return answers[-1]
+
+        def prefers_groups(self, *_: object, **__: object) -> bool:
+            return False
 
     monkeypatch.setattr(launch, "PREFILL_COST_MODEL", FixedAnswers())
     on, rng = Engine(Sm90Backend(prefill=prefill), FLASH, LIMITS, kind, DEVICE), Random(7)

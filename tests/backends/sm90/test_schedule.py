@@ -267,10 +267,13 @@ def test_a_chunk_is_never_shorter_than_the_least() -> None:
 
 
 PLANTS = {
-    "an empty row has no place": ("room_of(keys, n) + extra), 0)", "n + extra), 0)"),
-    "a row's own chunk is as long as its tiles": ("tl.where(whole, length,", "tl.where(whole, tl.maximum(n, 1),"),
-    "a row follows in another's own chunk": ("length, tl.where(whole, _MOST_TILES, extra))", "length, extra)"),
-    "the row behind an end is skipped": ("(end - tl.where(whole, 0, extra) <= lo)", "(end <= lo)"),
+    "an empty row has no place": ("m = room_of(keys, n)\n", "m = n\n"),
+    "a row's own chunk is as long as its tiles": (
+        "tl.where(owned, cdiv(m, length) * length,",
+        "tl.where(owned, tl.maximum(n, 1),",
+    ),
+    "a row follows in another's own chunk": ("length, tl.where(owned, _MOST_TILES, extra))", "length, extra)"),
+    "the row behind an end is skipped": ("(end - tl.where(owned, 0, extra) <= lo)", "(end <= lo)"),
     "a length is not cut to the width": (
         "tl.minimum(tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0), first.width)",
         "tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0)",

@@ -1,4 +1,4 @@
-"""Groups of decode rows of one request, which are computed together and share their keys: see `keys.RequestRows`.
+"""Groups of rows of one request, which are computed together and share their keys: see `keys.RequestRows`.
 
 A group is rows after each other of one request, at most G of them, a power of two; `core.torch_ops.request_rows` is the
 definition. It is computed in the place of its first row, which leads it. Its window is the union of its rows' windows:
@@ -37,8 +37,8 @@ def columns_in(lens, t, there, width, stride, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def group_of(groups, lens, width, stride, t, there, G: tl.constexpr, RAGGED: tl.constexpr):
-    """`Group` that row t leads; a row that is not there leads none. lens, width, stride: of the window."""
+def leader_at(groups, lens, width, stride, t, there, G: tl.constexpr, RAGGED: tl.constexpr):
+    """Whether row t leads a group; its request, whether that is known, its number modulo G in it, and its columns."""
     request = tl.load(groups.requests + t, mask=there, other=-1)
     own = columns_in(lens, t, there, width, stride, RAGGED)
     known = there & (request >= 0) & (request < groups.known)
@@ -47,7 +47,13 @@ def group_of(groups, lens, width, stride, t, there, G: tl.constexpr, RAGGED: tl.
     before = known & (t > 0)
     same = tl.load(groups.requests + t - 1, mask=before, other=-1) == request
     same = same & ((columns_in(lens, t - 1, before, width, stride, RAGGED) > 0) == (own > 0))
-    leads = there & ((known & same & (within > 0)) == 0)
+    return there & ((known & same & (within > 0)) == 0), request, known, within, own
+
+
+@triton.jit
+def group_of(groups, lens, width, stride, t, there, G: tl.constexpr, RAGGED: tl.constexpr):
+    """`Group` that row t leads; a row that is not there leads none. lens, width, stride: of the window."""
+    leads, request, known, within, own = leader_at(groups, lens, width, stride, t, there, G, RAGGED)
     last, length, runs = t * 0, own, known
     for j in tl.static_range(1, G):
         here = there & (t + j < groups.rows)

@@ -37,13 +37,14 @@ from dsv4attn.backends._triton.attention.keys import (
 from dsv4attn.backends._triton.cache.records import CODINGS
 from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
+from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from dsv4attn.core.attention.checks import check_attention_strides
 from dsv4attn.core.cache.layout import Arrangement, Coding, Fp8Format, KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Run
 from dsv4attn.core.memory.workspace import ALIGNMENT
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 
 __all__ = [
@@ -52,9 +53,7 @@ __all__ = [
     "constants",
     "fixed_scratch",
     "fixed_splits",
-    "group_of",
     "group_of_call",
-    "power_of_two",
     "prepare",
     "prepare_fixed",
     "scratch",
@@ -66,12 +65,6 @@ __all__ = [
 
 MOST_SLOTS = 2**31
 """Slots of a cache that indices in int32 can name."""
-MOST_ROWS = 8
-"""Rows of a group."""
-SHARING_HEADS = 16
-"""Fewest heads of window-only layers whose rows are computed in groups. 64 requests of 4 tokens with groups and without
-(H200, torch 2.11, Triton 3.6, 2026-11-28): 21.7 us and 20.8 with 8 heads, 20.3 and 22.7 with 16, 23.3 and 30.7 with
-32."""
 
 
 _BY_WORD = {
@@ -143,7 +136,7 @@ def constants(shape: Shape, tuning: Tuning, group: int = 1) -> dict[str, Any]:
     words = first.kind == second.kind == WORDS.value
     if tuning.reload and not words:
         first, second = _by_byte(first), _by_byte(second)
-    block = min(tuning.heads, padded(shape.heads)) if group == 1 else padded(power_of_two(shape.heads) * group)
+    block = min(tuning.heads, padded(shape.heads)) if group == 1 else padded(next_power_of_2(shape.heads) * group)
     tile = TileForm(
         # fp32 products take twice the memory and no matrix unit: smaller tiles
         heads=min(block, 16) if exact and group == 1 else block,
@@ -163,33 +156,13 @@ def constants(shape: Shape, tuning: Tuning, group: int = 1) -> dict[str, Any]:
     return {"WINDOW": first, "COMPRESSED": second, "ROW": row, "TILE": tile, "PDL": pdl}
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-def group_of(layer: LayerGeometry, most: int, tuning: Tuning, *, exact: bool = False) -> int:
-    """Largest number of rows of a group for requests of at most `most` rows; 1 if each row is by itself.
-
-    A program has no more rows of products than without groups. On c4a layers only windows are alike, which are few of
-    the keys. On window-only layers groups of few heads are no faster, see `SHARING_HEADS`.
-
-    exact: whether q or keys are fp32.
-    """
-    few = layer.kind is LayerKind.SWA and layer.num_heads < SHARING_HEADS
-    if layer.kind is LayerKind.CSA or few or most < 2:
-        return 1
-    rows, window = min(tuning.heads, 16) if exact else tuning.heads, 1 << layer.window.bit_length() >> 1
-    return max(min(power_of_two(most), MOST_ROWS, window, rows // power_of_two(layer.num_heads)), 1)
-
-
 def group_of_call(call: AttentionCall, tuning: Tuning) -> int:
     """Rows of a group of a call: 1 unless requests have several rows, and rows fill the device without splits."""
     rows = call.request_rows
     if rows is None or call.scratch or isinstance(call.keys, GatheredKeys):
         return 1
     exact = torch.float32 in (call.q.dtype, *_key_dtypes(call.keys))
-    return group_of(call.layer, rows.max_tokens, tuning, exact=exact) if rows.are_several else 1
+    return tuning.group_of(call.layer, rows.max_tokens, exact=exact) if rows.are_several else 1
 
 
 def _assembly(tuning: Tuning, segments: Sequence[SegmentForm]) -> int:

@@ -13,27 +13,26 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernels_groups import Groups
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
 from dsv4attn.backends.sm90.kernels_schedule import (
     BF16_ROWS,
     CODE_PAGES,
-    FEW,
     FP8_PAGES,
     NIBBLE_PAGES,
+    SHORT,
     TOLERANCE,
     Keys,
     Results,
     Segment,
     advance,
     begin,
-    clear_followers,
     clear_split,
     coded_page_of,
     differs,
     enter,
+    exists,
     group_at,
     page_of,
     pairs_of,
@@ -137,8 +136,7 @@ def attention(
     compressed_lens,  # [T] int32
     positions,  # [T] int64, if q is neither normalised nor rotated; else None
     angles,  # [num_positions, 64] fp32, cosines before sines; or None
-    requests,  # [T] int32, or None
-    starts,  # [known + 1] int32, or None
+    groups,  # [T + 1, 4] int32 of `list_groups`, or None
     q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
@@ -146,9 +144,9 @@ def attention(
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, last_slot1: tl.int32,
     angles_stride: tl.int64, num_positions: tl.int64, eps: tl.float32,
-    known: tl.int32, tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
+    tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
     SEGMENTS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, H: tl.constexpr, BT: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """See `kernels.attention`."""
     BLOCKS: tl.constexpr = (H + 63) // 64
@@ -163,36 +161,31 @@ def attention(
         second = Segment(
             compressed_keys, compressed_rows, compressed_lens, width1, stride1, size1, factor1, log1, pitch1, last_slot1
         )
-    groups, four, eight = None, None, None
-    if GROUP > 1:
-        groups = Groups(requests, starts, known, tokens)
-    if GROUP >= 4:
-        four = requests
-    if GROUP == 8:
-        eight = requests
-    keys = Keys(first, second, KIND == BF16_ROWS, groups, four, eight)
+    keys = Keys(first, second, KIND == BF16_ROWS, groups)
+    if groups is not None:
+        tokens = tl.load(groups + tokens * 4)
     results = Results(
         out, lse, max_logits, sink, part, part_powers, part_lse, part_max, table,
         out_token, out_head, lse_token, lse_head, max_token, max_head, empty_lse,
     )  # fmt: skip
     at = tl.arange(0, BT)
-    ONCE: tl.constexpr = BT <= FEW
+    ONCE: tl.constexpr = BT == SHORT
     line_program, line_programs = program // BLOCKS, tl.num_programs(0) // BLOCKS
     chunk, t, pos, count = share(keys, tokens, line_program, line_programs, least, at, BT, ONCE, WHOLE_ROWS)
     clear_split(table, chunk)
-    clear_followers(keys, table, chunk)
     # as the producer
     walk = begin(keys, chunk, t, pos)
     done = count * 0
     while (pos < chunk.hi) & (t < tokens):
         n0, n1, first_tile, last = enter(keys, chunk, t, pos)
         n = tiles_of(keys, n0, n1)
-        token = t.to(tl.int64)
+        group = group_at(keys, t, t < tokens)
+        token = group.row.to(tl.int64)
         seen = None
-        if GROUP > 1:
-            group = group_at(keys, t, t < tokens)
-            live, begins, sees, entries, all_see = seen_by(keys, t, group, within, H, HEADS)
-            seen, token, head = live, (t + within // HEADS).to(tl.int64)[:, None], within % HEADS
+        if groups is not None:
+            live = exists(group, within, H, HEADS)
+            sees, entries, begun, least_entries = seen_by(keys, group, n0, within, H, HEADS)
+            seen, token, head = live, (group.row + within // HEADS).to(tl.int64)[:, None], within % HEADS
         q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head + column[None, :]
         query = widen(tl.load(q_row, mask=live[:, None], other=0.0), tl.float32)
         factor = tl.full([64], 1.0, tl.float32)
@@ -227,9 +220,10 @@ def attention(
                 z = tl.where(ok[None, :], z, -float("inf"))
             else:
                 z += tl.where(ok, 0.0, -float("inf"))[None, :]
-            if GROUP > 1:  # noqa: SIM102 - a constant, and a value
-                if differs(k, n0, all_see):
-                    z = tl.where(visible(within, k, n0, begins, sees, entries), z, -float("inf"))
+            if groups is not None:  # noqa: SIM102 - a constant, and a value
+                if differs(k, n0, group, begun, least_entries):
+                    seeing = visible(within, k, n0, group, within, sees, entries, HEADS)
+                    z = tl.where(seeing, z, -float("inf"))
             most = tl.max(z, 1)
             largest = tl.maximum(largest, most)
             moved = tl.where(most > reference + TOLERANCE, most, reference)
@@ -261,10 +255,8 @@ def attention(
             of = tl.arange(0, 128) // 4 * 16 + tl.arange(0, 128) % 4 * 2
             at = part_powers + (side * (64 * 128) + power_of_part(within[:, None], of[None, :]))
             tl.store(at, tl.reshape(exponent, (64, 128)).to(tl.uint8))
-        write_sums(results, t, whole, side, total, reference, largest, head0, within, H, HEADS, seen)
+        write_sums(results, group.row, whole, side, total, reference, largest, head0, within, H, HEADS, seen)
         if first_tile == 0:
             store_split(table, chunk, t, pos, n)
         pos += room_of(keys, n) + chunk.extra
-        if GROUP > 1:
-            t += group.last
         t += 1

@@ -59,6 +59,14 @@ def test_ragged_drafts_rejected_ones_and_padding_give_what_the_oracle_gives(kind
     assert groups_in(triton_backend(), step(RAGGED, kind)) == {4 if kind is LayerKind.SWA else 8}
 
 
+@pytest.mark.parametrize("kind", [LayerKind.SWA, LayerKind.HCA], ids=lambda kind: kind.value)
+def test_prompts_are_computed_in_groups(kind: LayerKind) -> None:
+    prompts = ((40, 1), (15, 9), (0, 21), (ENTRY * 3 - 2, 11), (63, 8))
+    fixture = step(prompts, kind, num_speculative_tokens=0, extra_rows=0, pages_seed=4)
+
+    assert groups_in(triton_backend(), fixture) == {1, 4 if kind is LayerKind.SWA else 8}
+
+
 def test_windows_that_begin_late_and_pages_in_another_order() -> None:
     shuffled = step(((40, 4), (13, 2), (64, 9)), replay=(38, 0, 60), pages_seed=5, num_speculative_tokens=8)
 
@@ -143,11 +151,12 @@ def prepared_on_buffers(backend: TritonBackend, args: Any, rows: RequestRows) ->
 def test_groups_are_as_large_as_tiles_and_drafts_allow() -> None:
     def size(kind: LayerKind, heads: int, most: int, **options: Any) -> int:
         layer = tiny_geometry(num_heads=heads, window=128).layer_of_kind(kind)
-        return attention_launch.group_of(layer, most, Tuning(), **options)
+        return Tuning().group_of(layer, most, **options)
 
     assert [size(LayerKind.HCA, 8, most) for most in (1, 2, 3, 4, 5, 8, 9, 4000)] == [1, 2, 4, 4, 8, 8, 8, 8]
     assert [size(LayerKind.HCA, heads, 8) for heads in (1, 8, 12, 16, 32, 33, 64, 128)] == [8, 8, 4, 4, 2, 1, 1, 1]
     assert [size(LayerKind.SWA, heads, 4) for heads in (8, 16, 32, 64)] == [1, 4, 2, 1]
+    assert size(LayerKind.SWA, 8, 8) == 8
     assert size(LayerKind.CSA, 8, 4) == 1
     assert size(LayerKind.HCA, 8, 4, exact=True) == 2
 
