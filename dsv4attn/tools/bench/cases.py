@@ -52,7 +52,16 @@ index queries. mhc: hyper-connections. products: products with the weights of de
 MEASUREMENTS = (*KERNELS, "step", "scaling", "host", "layer", *LAYER_OPS)
 """step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.
 layer: whole layers, the price of deterministic ones, and the share of each step of a layer."""
-PEER_NAMES = ("flash_mla", "vllm", "flashinfer", "deep_gemm", "flashinfer_topk", "vllm_topk", "vllm_auto_topk")
+PEER_NAMES = (
+    "flash_mla",
+    "vllm",
+    "flashinfer",
+    "deep_gemm",
+    "flashinfer_topk",
+    "sglang_topk",
+    "vllm_topk",
+    "vllm_auto_topk",
+)
 """Names of `peers.PEERS`, which imports torch."""
 HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
 

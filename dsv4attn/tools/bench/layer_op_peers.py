@@ -15,7 +15,7 @@ from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.hyper_connections import StreamInputs
 from dsv4attn.tools.bench.index_ops import PAGE, IndexInputs, selection_bounds
 
-__all__ = ["DeepGEMM", "FlashInferTopk", "VllmAutoTopk", "VllmTopk"]
+__all__ = ["DeepGEMM", "FlashInferTopk", "SglangTopk", "VllmAutoTopk", "VllmTopk"]
 
 _SPLITS = 16
 """Parts of the sum in DeepGEMM's product of few tokens."""
@@ -154,6 +154,35 @@ class FlashInferTopk(DeepGEMM):
         offsets = torch.zeros_like(lens)
         choose = module.top_k_ragged_transform
         return "flashinfer.top_k_ragged_transform", lambda logits: choose(_whole_rows(logits), offsets, lens, topk)
+
+
+class SglangTopk(DeepGEMM):
+    """SGLang's top-k v2 of DeepGEMM's logits, which SGLang compiles when it is first called."""
+
+    name = "sglang_topk"
+    kernels: tuple[str, ...] = ("select",)
+    _module_of_topk = "sglang.kernels.ops.attention.dsv4"
+
+    def available(self) -> str | None:
+        """Why it cannot be used here, or None."""
+        names = "plan_topk_v2", "topk_transform_paged_v2", "topk_transform_ragged_v2"
+        return missing(self._module_of_topk, *names) or super().available()
+
+    def _chooser(self, of_task: IndexInputs) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+        module: Any = importlib.import_module(self._module_of_topk)
+        lens, case = of_task.lens.flatten(), of_task.case
+        out, none = lens.new_empty(case.count, case.topk), torch.zeros_like(lens)
+        is_prompt = _is_prompt(of_task)
+        plan = None if is_prompt else module.plan_topk_v2(lens)
+
+        def choose(logits: Tensor) -> Tensor:
+            if is_prompt:
+                module.topk_transform_ragged_v2(logits, lens, out_offsets=none, out_indices=out)
+            else:
+                module.topk_transform_paged_v2(logits, lens, None, out, 1, plan)
+            return out
+
+        return f"SGLang's topk_transform_{'ragged' if is_prompt else 'paged'}_v2", choose
 
 
 class VllmTopk(DeepGEMM):

@@ -12,7 +12,7 @@ from typing import Protocol
 from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.tools.bench.attention_peers import FlashInfer, FlashMLA
 from dsv4attn.tools.bench.contenders import Contender, Task
-from dsv4attn.tools.bench.layer_op_peers import DeepGEMM, FlashInferTopk, VllmAutoTopk, VllmTopk
+from dsv4attn.tools.bench.layer_op_peers import DeepGEMM, FlashInferTopk, SglangTopk, VllmAutoTopk, VllmTopk
 
 __all__ = ["PEERS", "Peer"]
 
@@ -38,6 +38,6 @@ class Peer(Protocol):
 
 _FROM_VLLM = "vllm", "vllm.v1.attention.ops.flashmla", "is_flashmla_sparse_supported"
 _ATTENTION: tuple[Peer, ...] = FlashMLA(), FlashMLA(*_FROM_VLLM), FlashInfer()
-_LAYER_OPS: tuple[Peer, ...] = DeepGEMM(), FlashInferTopk(), VllmTopk(), VllmAutoTopk()
+_LAYER_OPS: tuple[Peer, ...] = DeepGEMM(), FlashInferTopk(), SglangTopk(), VllmTopk(), VllmAutoTopk()
 PEERS = {peer.name: peer for peer in (*_ATTENTION, *_LAYER_OPS)}
 """Peers by their names, those of attention first."""

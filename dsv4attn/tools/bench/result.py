@@ -196,6 +196,7 @@ def peer_versions(names: Sequence[str]) -> dict[str, str]:
     """Versions of the peers' distributions, as far as they are installed."""
     distributions = {"flash_mla": "flash-mla", "flashinfer": "flashinfer-python", "deep_gemm": "deep-gemm"}
     distributions |= {"flashinfer_topk": distributions["flashinfer"], "vllm_topk": "vllm", "vllm_auto_topk": "vllm"}
+    distributions["sglang_topk"] = "sglang"
     versions = {name: version_of(distributions.get(name, name)) for name in names}
     return {name: version for name, version in versions.items() if version}
 

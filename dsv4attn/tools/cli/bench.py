@@ -83,7 +83,7 @@ _PATH = click.Path(path_type=Path)
         flag_value=ALL,
         shell_complete=complete.peers,
         help="Also time other libraries: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk, "
-        "vllm_topk, vllm_auto_topk. Without NAMES: all.",
+        "sglang_topk, vllm_topk, vllm_auto_topk. Without NAMES: all.",
     ),
     JSON,
     SAVE,

@@ -150,6 +150,26 @@ def per_row(choose: Rows) -> dict[str, Callable[..., None]]:
     return dict(zip(OPS, (prefill, decode, whole, clusters), strict=True))
 
 
+def install_sglang(monkeypatch: pytest.MonkeyPatch, choose: Rows) -> None:
+    """Stand-ins of SGLang's functions, with the signatures of 0.5.23."""
+
+    def paged(scores: Any, lens: Any, tables: Any, out: Any, page: int, metadata: Any, raw: Any = None) -> None:
+        assert (tables, page, raw, metadata) == (None, 1, None, "plan of 1 dim")
+        out.copy_(choose(scores, lens, out.shape[1]))
+
+    def ragged(scores: Any, lens: Any, *, out_offsets: Any, out_indices: Any, row_starts: Any = None) -> None:
+        assert row_starts is None
+        out_indices.copy_(choose(scores, lens, out_indices.shape[1]) + out_offsets[:, None])
+
+    name = "sglang"
+    for part in ("", ".kernels", ".ops", ".attention", ".dsv4"):
+        name += part
+        module: Any = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+    module.plan_topk_v2 = lambda lens: f"plan of {lens.dim()} dim"
+    module.topk_transform_paged_v2, module.topk_transform_ragged_v2 = paged, ragged
+
+
 def install(monkeypatch: pytest.MonkeyPatch, library: torch.library.Library, choose: Rows) -> None:
     """Stand-ins of DeepGEMM, FlashInfer and vLLM. library: where vLLM's ops are implemented."""
     gemm, infer = ModuleType("deep_gemm"), ModuleType("flashinfer")
@@ -164,6 +184,7 @@ def install(monkeypatch: pytest.MonkeyPatch, library: torch.library.Library, cho
     infer.top_k_ragged_transform = ragged(choose)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deep_gemm", gemm)
     monkeypatch.setitem(sys.modules, "flashinfer", infer)
+    install_sglang(monkeypatch, choose)
     for name in ("vllm", "vllm._C_stable_libtorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, function in per_row(choose).items():
@@ -203,6 +224,7 @@ def test_selections_of_peers_are_right(name: str, tokens: int, keys: int, topk: 
     chooser = {
         "deep_gemm": "torch.topk",
         "flashinfer_topk": "flashinfer.top_k_ragged_transform",
+        "sglang_topk": f"SGLang's topk_transform_{'ragged' if tokens > 2 else 'paged'}_v2",
         "vllm_topk": f"vLLM's top_k_per_row_{phase}",
         "vllm_auto_topk": "vLLM's persistent_topk",
     }
@@ -232,7 +254,8 @@ def test_vllm_chooses_by_rows_where_there_are_clusters(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("flashinfer_topk", 1), ("vllm_topk", 1), ("vllm_topk", 5), ("vllm_auto_topk", 1)]
+    ("name", "tokens"),
+    [("flashinfer_topk", 1), ("sglang_topk", 1), ("vllm_topk", 1), ("vllm_topk", 5), ("vllm_auto_topk", 1)],
 )
 @pytest.mark.parametrize("choose", [largest, one_short, one_twice, not_the_end, smallest])
 def test_a_peer_that_selects_other_entries_gets_no_time(
@@ -274,12 +297,13 @@ def test_of_hyper_connections_only_the_product_is_there_and_says_so(tokens: int)
 
 
 def test_a_peer_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("deep_gemm", "flashinfer", "vllm"):
+    for name in ("deep_gemm", "flashinfer", "sglang", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
 
     assert {name: peer.available() for name, peer in OF_LAYERS.items()} == {
         "deep_gemm": "deep_gemm is not installed; vllm is not installed",
         "flashinfer_topk": "flashinfer is not installed",
+        "sglang_topk": "sglang is not installed",
         "vllm_topk": "vllm is not installed",
         "vllm_auto_topk": "vllm is not installed",
     }
@@ -291,7 +315,7 @@ def test_a_top_k_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.third_party.deep_gemm", None)
 
     why = "deep_gemm is not installed; vllm lacks a module: vllm.third_party.deep_gemm"
-    assert [OF_LAYERS[name].available() for name in SELECTING] == [why] * 4
+    assert [OF_LAYERS[name].available() for name in SELECTING] == [why] * 5
 
 
 def test_a_wheel_without_the_ops_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +363,7 @@ def test_versions_are_those_of_the_distributions(monkeypatch: pytest.MonkeyPatch
     assert peer_versions([*OF_LAYERS]) == {
         "deep_gemm": "of deep-gemm",
         "flashinfer_topk": "of flashinfer-python",
+        "sglang_topk": "of sglang",
         "vllm_topk": "of vllm",
         "vllm_auto_topk": "of vllm",
     }

@@ -160,7 +160,7 @@ NAMES = [
     (["bench", "--cases", "flash"], "(known: flash_c128, flash_c4, flash_swa, pro_c128, pro_c4, v41_r1, v41_r2)"),
     (
         ["bench", "--peers", "flashmla"],
-        "(known: deep_gemm, flash_mla, flashinfer, flashinfer_topk, vllm, vllm_auto_topk, vllm_topk)",
+        "(known: deep_gemm, flash_mla, flashinfer, flashinfer_topk, sglang_topk, vllm, vllm_auto_topk, vllm_topk)",
     ),
     (["bench", "--backends", "reverence"], f"(known: {', '.join(sorted(BUILT_IN))})"),
     (["conform", "reference", "--filter", "sinkk"], "expected clauses (A1, A2, "),
