@@ -5,8 +5,9 @@
 #   one is asked for.
 # Behaviour: in 3.6.0 the field is a plain int. tl.arange, tl.full, tl.reshape, axes and branches take it, but
 #   tl.multiple_of, tl.max_contiguous, tl.zeros and tl.static_range raise: "'int' object is not iterable" is all that
-#   two of them say. 3.9.0 takes all of them. In 3.6.0 a local
-#   `A: tl.constexpr = F.align`, or a field that is given as tl.constexpr(16), helps.
+#   two of them say. A field that is a named tuple itself cannot be handed to another function, whatever the parameter is.
+#   3.9.0 takes all of them. In 3.6.0 a local `A: tl.constexpr = F.align`, or a field that is given as
+#   tl.constexpr(16), helps.
 # Who is hurt: libraries whose kernels are written with a newer Triton than torch 2.11 installs.
 # Versions: triton 3.6.0 and 3.9.0. Seen on 2026-11-29 with Python 3.11, without a GPU
 set -euo pipefail
@@ -30,6 +31,10 @@ class Form(NamedTuple):
     size: Any
     align: Any
     axis: Any
+
+
+class Tile(NamedTuple):
+    form: Any
 
 
 @triton.jit
@@ -74,6 +79,21 @@ def local(out, offset, F: tl.constexpr):
     tl.store(out + tl.multiple_of(offset, A), 1.0)
 
 
+@triton.jit
+def write(out, F: tl.constexpr):
+    tl.store(out + tl.arange(0, F.size), 1.0)
+
+
+@triton.jit
+def tuple_handed_on(out, offset, F: tl.constexpr):
+    write(out, F.form)
+
+
+@triton.jit
+def whole_handed_on(out, offset, F: tl.constexpr):
+    write(out, F)
+
+
 def answer(kernel, form):
     signature = {"out": "*fp32", "offset": "i32", "F": "constexpr"}
     try:
@@ -86,6 +106,8 @@ def answer(kernel, form):
 for kernel in (multiple_of, max_contiguous, zeros, static_range, arange, full, total, local):
     print(triton.__version__, kernel.__name__, answer(kernel, Form(16, 4, 0)))
 wrapped = Form(tl.constexpr(16), tl.constexpr(4), tl.constexpr(0))
+print(triton.__version__, "tuple_handed_on", answer(tuple_handed_on, Tile(Form(16, 4, 0))))
+print(triton.__version__, "whole_handed_on", answer(whole_handed_on, Form(16, 4, 0)))
 print(triton.__version__, "multiple_of, fields are tl.constexpr", answer(multiple_of, wrapped))
 PROBE
 export TRITON_CACHE_DIR="$folder/cache" TRITON_DEFAULT_FP_FUSION=1
@@ -101,6 +123,8 @@ cat > expected <<'EXPECTED'
 3.6.0 full compiles
 3.6.0 total compiles
 3.6.0 local compiles
+3.6.0 tuple_handed_on raises CompilationError: AttributeError("'int' object has no attribute 'type'")
+3.6.0 whole_handed_on compiles
 3.6.0 multiple_of, fields are tl.constexpr compiles
 3.9.0 multiple_of compiles
 3.9.0 max_contiguous compiles
@@ -110,6 +134,8 @@ cat > expected <<'EXPECTED'
 3.9.0 full compiles
 3.9.0 total compiles
 3.9.0 local compiles
+3.9.0 tuple_handed_on compiles
+3.9.0 whole_handed_on compiles
 3.9.0 multiple_of, fields are tl.constexpr compiles
 EXPECTED
 cat seen

@@ -24,7 +24,7 @@ from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN, PluginRegistry, Registered
-from dsv4attn.selection.build import build, build_for, check_reference_ops, configured, conflict_of
+from dsv4attn.selection.build import build, build_for, check_reference_ops, configured, conflict_of, options_line
 from dsv4attn.selection.decision import Candidate, Selection, decide
 
 if TYPE_CHECKING:
@@ -97,7 +97,15 @@ def explain(
         installed["triton"] = facts.triton_version
     selection = decide(facts, registry.backends, problems, request, registry.failures, installed)
     selection = evolve(selection, ignored=settings.ignored, reference_ops=settings.reference_ops)
-    return _without_conflict(selection, settings)
+    return _without_conflict(_with_options(selection, settings), settings)
+
+
+def _with_options(selection: Selection, settings: Settings) -> Selection:
+    """The selection, whose chosen backend names the options that the settings give it."""
+    if selection.chosen is None or not (line := options_line(selection.chosen.info, settings)):
+        return selection
+    trace = (evolve(c, ways=(line, *c.ways)) if c.state == "chosen" else c for c in selection.trace)
+    return evolve(selection, trace=tuple(trace))
 
 
 def _without_conflict(selection: Selection, settings: Settings) -> Selection:

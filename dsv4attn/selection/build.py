@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +29,7 @@ from dsv4attn.errors import (
 from dsv4attn.plugins import PLUGIN_ERRORS, PluginRegistry, first_line
 from dsv4attn.selection.decision import install_cure
 
-__all__ = ["build", "build_for", "check_options", "check_reference_ops", "configured", "conflict_of"]
+__all__ = ["build", "build_for", "check_options", "check_reference_ops", "configured", "conflict_of", "options_line"]
 
 REFERENCE = "reference"
 """The backend whose ops are the definitions."""
@@ -73,6 +74,15 @@ def _watched(info: BackendInfo, backend: Backend, settings: Settings) -> Backend
 
 def _where(info: BackendInfo, settings: Settings) -> str:
     return f"options.{info.name} in {settings.file or 'the settings'}"
+
+
+def options_line(info: BackendInfo, settings: Settings) -> str:
+    """A line on the options that the settings give a backend; "" if they give none."""
+    # as in the file: true, and "exact"
+    options = [
+        f"{name}={json.dumps(value, default=str)}" for name, value in settings.options.get(info.name, {}).items()
+    ]
+    return f"built with {', '.join(options)}, by {_where(info, settings)}" if options else ""
 
 
 def conflict_of(info: BackendInfo, settings: Settings, problems: Sequence[Problem]) -> Reason | None:

@@ -10,7 +10,7 @@ from dsv4attn.core.contract.problem import Problem, Reason, layout_reasons
 from dsv4attn.core.model.layer_geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["FP8_UNITS", "ONE_ORDER", "index_notes", "require_release", "support"]
+__all__ = ["FP8_UNITS", "ONE_ORDER", "index_notes", "notes_of_sums", "require_release", "support"]
 
 INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
 _WIDEST = 512
@@ -46,6 +46,14 @@ def index_notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
     if device.arch in FP8_UNITS:
         return ["index scores: e4m3 codes go into the matrix unit as they are; other records are decoded"]
     return ["index scores: codes are decoded to fp16, or bf16, for the matrix unit"]
+
+
+def notes_of_sums(device: DeviceFacts, problem: Problem) -> Sequence[str]:
+    """`index_notes` of a backend that has option `index_sums`, and what the option changes on the device."""
+    lines = [*index_notes(device, problem)]
+    if lines and device.arch in FP8_UNITS:
+        lines += ["index_sums=exact multiplies e4m3 codes in 16 bits: index scores keep the bits of fp32, not 14"]
+    return lines
 
 
 def _of_device(device: DeviceFacts) -> list[Reason]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from dsv4attn.backends._triton.support import index_notes
+from dsv4attn.backends._triton.support import notes_of_sums
 from dsv4attn.backends.sm90.served import MOST_TOPK, against
 from dsv4attn.backends.sm90.tuning import (
     LONGEST_BY_GROUPS,
@@ -30,16 +30,16 @@ def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
     return [
         _attention_note(problem),
         *_prefill_notes(problem),
-        *index_notes(device, problem),
+        *notes_of_sums(device, problem),
         *_selection_notes(problem),
     ]
 
 
 def _selection_notes(problem: Problem) -> Iterator[str]:
-    """When selection is by groups, or in one launch. Deterministic selection is in two steps."""
+    """When selection is by groups, or in one launch. With deterministic or exact sums it takes two steps."""
     if problem.layer.kind is not LayerKind.CSA or problem.deterministic or problem.topk > MOST_TOPK:
         return
-    served = "for 64 index heads and fp8 index keys; in two steps otherwise"
+    served = "for 64 index heads, fp8 index keys and index_sums=fp8; in two steps otherwise"
     if problem.phase == "decode" and problem.query_len == 1:
         longest = f"{LONGEST_BY_GROUPS:,} for {REQUESTS_BY_GROUPS} requests or more"
         yield f"selection: by groups of entries with {MOST_BY_GROUPS:,} index keys at most, {longest}, {served}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.backends._triton.support import index_notes, support
+from dsv4attn.backends._triton.support import notes_of_sums, support
 from dsv4attn.core.contract.backend import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
@@ -19,7 +19,7 @@ INFO = BackendInfo(
     api=API_VERSION,
     factory="dsv4attn.backends.triton.launch:GenericBackend",
     support=support,
-    notes=index_notes,
+    notes=notes_of_sums,
     layer_ops=LAYER_PARTS,
     summary="Triton, any GPU it drives; fp8 pages read inside the attention loop",
     native=("cuda", "hip", "xpu"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dsv4attn.config import Settings
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -88,6 +89,23 @@ def test_determinism_is_shown_and_a_setting_against_it_is_an_error(machine: Mach
     [reference] = [c for c in values["candidates"] if c["name"] == "reference"]
     assert [reason["code"] for reason in reference["reasons"]] == ["DETERMINISTIC"]
     assert machine.json("explain")[0] == 0
+
+
+def test_options_of_the_settings_are_shown_and_notes_say_what_exact_sums_change() -> None:
+    problem = Problem.of(ModelGeometry.preset("flash"), "c4a", "decode")
+    settings = Settings(options={"sm90": {"index_sums": "exact", "deterministic": False}})
+
+    def lines(device: str) -> list[str]:
+        selection = explain(problem, device=DeviceFacts.named(device), settings=settings)
+        [chosen] = [candidate for candidate in selection.trace if candidate.state == "chosen"]
+        return chosen.lines[1:]
+
+    hopper, blackwell = lines("sm_90"), lines("sm_100")
+    assert hopper[0] == 'built with index_sums="exact", deterministic=false, by options.sm90 in the settings'
+    assert hopper[-1].endswith("index_sums=fp8; in two steps otherwise")
+    assert hopper[3] == blackwell[1]
+    assert hopper[3].startswith("index_sums=exact multiplies e4m3 codes in 16 bits")
+    assert lines("sm_80") == ["index scores: codes are decoded to fp16, or bf16, for the matrix unit"]
 
 
 def test_who_runs_the_parts_around_attention_is_in_the_answer(machine: Machine) -> None:
