@@ -15,7 +15,17 @@ from unittest import mock
 import torch
 from engine import SIZES
 from processes import execute, run
-from small_model import checkpoint, error_shares, logprobs, prompt_of, rms, worst_gap
+from small_model import (
+    checkpoint,
+    error_shares,
+    logprobs,
+    prompt_of,
+    replayed,
+    rms,
+    share_of,
+    transformers_integration,
+    worst_gap,
+)
 from torch import Tensor
 
 CHUNK, TOKENS = 128, 6
@@ -151,24 +161,20 @@ def check_replays(
     expected: log-probabilities of transformers with its own selection. The difference that the files make to them is in
     vLLM's answers as a whole: vLLM's layers attended to these entries. Files of other requests would leave none of it.
     """
-    # vLLM allows older releases of transformers only, which have the same model
-    with mock.patch("dsv4attn.core.contract.device.version_of", return_value="5.23.0"):
-        from dsv4attn.integrations import transformers
-        from dsv4attn.integrations.transformers import patched
-    products, squares, context = [], [], patched.set_forward_context
-    for prompt, answer, of_transformers in zip(prompts, answers, expected, strict=True):
-        tokens = [*prompt, *answer["tokens"]]
-        entries = next(file["entries"] for file in files if file["tokens"].tolist() == tokens)
-        with transformers.replay_entries(model, [entries]):
-            [replayed] = logprobs(model, [prompt], [answer])
-        difference = replayed - of_transformers
-        products.append(((answer["logprobs"] - of_transformers) * difference).sum())
-        squares.append(difference.square().sum())
+    transformers = transformers_integration()
+    from dsv4attn.integrations.transformers import patched
 
-        owner = transformers.patch(model, "reference", kv_layout="fp32", index_layout="fp32", max_len=512, max_batch=1)
+    requests = [[*prompt, *answer["tokens"]] for prompt, answer in zip(prompts, answers, strict=True)]
+    entries = [next(file["entries"] for file in files if file["tokens"].tolist() == tokens) for tokens in requests]
+    of_transformers, context = replayed(model, prompts, answers, entries), patched.set_forward_context
+    size, share = share_of(of_transformers, expected, answers)
+    assert size > 0.004
+    assert 0.8 < share < 1.2
+    owner = transformers.patch(model, "reference", kv_layout="fp32", index_layout="fp32", max_len=512, max_batch=3)
+    for tokens, of_request, logs in zip(requests, entries, of_transformers, strict=True):
 
         def injecting(metadata: Any, record_entries: Mapping[str, Tensor]) -> Any:
-            injected = records.injected(owner.step.requests, [entries])  # noqa: B023 - called in this round of the loop
+            injected = records.injected(owner.step.requests, [of_request])  # noqa: B023 - called in this round of the loop
             of_layer = {prefix: injected[prefix] for prefix in record_entries}
             return context(metadata, record_entries=record_entries, inject_entries=of_layer)
 
@@ -178,12 +184,10 @@ def check_replays(
             parts = torch.tensor([tokens[:-1]]).split([len(tokens) - 4, 3], dim=1)
             with torch.no_grad():
                 logits = torch.cat([model(part, past_key_values=cache).logits[0] for part in parts])
-        torch.testing.assert_close(logits.log_softmax(-1), replayed, rtol=0, atol=2e-5)
+        torch.testing.assert_close(logits.log_softmax(-1), logs, rtol=0, atol=2e-5)
         [sequence] = cache.sequences
-        assert torch.equal(records.of(sequence)[1], entries[1])
-        transformers.unpatch(model)
-    assert 0.8 < sum(products) / sum(squares) < 1.2
-    assert sum(squares) > 1
+        assert torch.equal(records.of(sequence)[1], of_request[1])
+    transformers.unpatch(model)
 
 
 def test_requests_are_answered_by_triton_too(tmp_path: Path) -> None:
