@@ -199,22 +199,6 @@ WITHOUT_OFFLOADING = Scenario(
 )
 """The scenario "offload" without a cache on the CPU: the prefix is computed again."""
 
-V41_SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 1024,
-    "num_attention_heads": 64,
-    "q_lora_rank": 512,
-    "o_groups": 8,
-    "o_lora_rank": 128,
-    "index_n_heads": 32,
-    "index_topk": 512,
-    "candidate_topk_blocks": 128,
-    "candidate_block_size": 8,
-    "moe_intermediate_size": 128,
-    "max_position_embeddings": 16384,
-}
-"""Six layers of DeepSeek-V4.1, see small_v41.py. Of the longer prompts some entries are not candidates."""
-
 V41_OPTIONS = {
     "max_num_batched_tokens": 4096,
     "kv_cache_memory_bytes": 2**30,
