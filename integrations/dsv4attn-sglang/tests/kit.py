@@ -29,6 +29,8 @@ def loaded() -> Any:
         import_module(f"{KIT}.runner_modes.speculative_draft_extend_runner")
         dsv4_attention = import_module(f"{KIT}.attention_methods.dsv4_attention")
     dsv4_attention.ATTENTION_BACKENDS = {"dsv4": _built}
+    # a runner publishes SGLang's configuration, which the wheel reads, for the whole process
+    _runner_of(dsv4_attention, _case(dsv4_attention, "decode", "DECODE", (5,)))
     return dsv4_attention
 
 
@@ -43,17 +45,26 @@ def _built(runner: Any) -> Any:
 
 def case(name: str, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ...] = (), **options: Any) -> Any:
     """A case of the kit. prefixes: tokens of each request in the caches. extends: new ones of each, if not decode."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    arguments = {"num_heads": 8, "page_size": 256, "attn_sink_value": 0.5, **options}
-    return loaded().DSV4AttentionCase(
-        name, "dsv4", ForwardMode[mode], prefix_lens=prefixes, extend_lens=extends, **arguments
-    )
+    return _case(loaded(), name, mode, prefixes, extends, **options)
 
 
 def runner_of(test_case: Any, ratios: tuple[int, ...] = (0, 4, 128), **options: Any) -> Any:
     """SGLang's runner of a case as far as attention reads it, with caches for layers of these ratios."""
-    kit = loaded()
+    return _runner_of(loaded(), test_case, ratios, **options)
+
+
+def _case(
+    kit: Any, name: str, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ...] = (), **options: Any
+) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    arguments = {"num_heads": 8, "page_size": 256, "attn_sink_value": 0.5, **options}
+    return kit.DSV4AttentionCase(
+        name, "dsv4", ForwardMode[mode], prefix_lens=prefixes, extend_lens=extends, **arguments
+    )
+
+
+def _runner_of(kit: Any, test_case: Any, ratios: tuple[int, ...] = (0, 4, 128), **options: Any) -> Any:
     config = kit.TinyDSV4ModelConfig(num_heads=test_case.num_heads, context_len=512, compression_ratios=list(ratios))
     sizes = {"dtype": torch.bfloat16, "device": "cpu", "max_context_len": 512, "swa_size": 2048, **options}
     return kit.MockDSV4ModelRunner(case=test_case, model_config=config, compression_ratios=list(ratios), **sizes)

@@ -10,9 +10,10 @@ from typing import Any
 import fakes
 import pytest
 import torch
-from on_gpu.scenarios import DEFAULTS, SCENARIOS, write_for_sglang
+from on_gpu.scenarios import DEFAULTS, SCENARIOS, V41_SCENARIOS, Scenario, write_for_sglang
 from on_gpu.worker import VOCABULARY, answer_of
 from small_model import SIZES, configuration, draft_settings, figures, write_as_released
+from small_v41 import SIZES_V41, write_configuration
 
 from dsv4attn import load_backend
 from dsv4attn.core.contract.device import DeviceFacts
@@ -29,7 +30,8 @@ def folders(tmp_path: Path) -> dict[str, Path]:
         if name != "plain":
             file = folder / "config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | draft_settings(name, layers=3)))
-    return folders
+    write_configuration(tmp_path / "v41", SIZES_V41)
+    return {**folders, "v41": tmp_path / "v41"}
 
 
 @pytest.mark.filterwarnings("ignore")  # of modules that SGLang imports for a GPU
@@ -40,22 +42,30 @@ def test_sglang_resolves_the_options_and_keeps_what_is_asked_for(
     known = {"is_available": True, "device_count": 1, "get_device_name": "GPU", "get_device_capability": (9, 0)}
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for scenario in SCENARIOS + V41_SCENARIOS:
+        with monkeypatch.context() as patch:
+            for name, value in scenario.environment.items():
+                patch.setenv(name, value)
+            check_options(scenario, str(folders[scenario.checkpoint]))
+
+
+def check_options(scenario: Scenario, folder: str) -> None:
+    """SGLang resolves the options of a scenario as they are meant."""
     from sglang.srt.server_args import ServerArgs
 
-    for scenario in SCENARIOS:
-        options = scenario.input(str(folders[scenario.checkpoint]), by_sglang=False)["options"] | {"device": "cuda"}
-        arguments = ServerArgs(**options)
-        arguments.resolve_once()
-        arguments.check_server_args()
-        resolved = arguments.resolved_dict()
-        assert resolved["attention_backend"] == "dsv4"
-        assert resolved["page_size"] == 256
-        for name in (DEFAULTS | scenario.options).keys() - {"log_level"}:
-            assert resolved[name] == options[name], (scenario, name)
-        graphs = resolved["cuda_graph_config"]
-        decode = "disabled" if "disable_cuda_graph" in options else options.get("cuda_graph_backend_decode", "full")
-        assert graphs["decode"]["backend"] == decode, scenario
-        assert graphs["prefill"]["backend"] == options.get("cuda_graph_backend_prefill", "disabled"), scenario
+    options = scenario.input(folder, by_sglang=False)["options"] | {"device": "cuda"}
+    arguments = ServerArgs(**options)
+    arguments.resolve_once()
+    arguments.check_server_args()
+    resolved = arguments.resolved_dict()
+    assert resolved["attention_backend"] == "dsv4"
+    assert resolved["page_size"] == 256
+    for name in (DEFAULTS | scenario.options).keys() - {"log_level"}:
+        assert resolved[name] == options[name], (scenario, name)
+    graphs = resolved["cuda_graph_config"]
+    decode = "disabled" if "disable_cuda_graph" in options else options.get("cuda_graph_backend_decode", "full")
+    assert graphs["decode"]["backend"] == decode, scenario
+    assert graphs["prefill"]["backend"] == options.get("cuda_graph_backend_prefill", "disabled"), scenario
 
 
 @pytest.mark.parametrize("of_prompts", [True, False])

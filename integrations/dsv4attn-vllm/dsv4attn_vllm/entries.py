@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import define
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -46,6 +47,24 @@ def check_entries(vllm_config: Any, steps: frozenset[str], *, v41: bool) -> None
         raise RefusedError(name, expected=expected, actual=folder_of_entries(), cure=cure)
 
 
+@define(eq=False)
+class _Block:
+    """What the tokens in a block of vLLM's cache selected, when a step last ran them.
+
+    before: hash of all tokens before the block. tokens: [tokens of a block] int32, -1 where none was run.
+    rows: [tokens of a block, layers, K] int32.
+    """
+
+    before: int
+    tokens: Tensor
+    rows: Tensor
+
+
+def _hash_of(tokens: Tensor) -> int:
+    """Hash of tokens [n] int32 on the CPU."""
+    return hash(tokens.numpy().tobytes())
+
+
 class Recorder:
     """What the layers of this process select. One for all layers.
 
@@ -56,8 +75,7 @@ class Recorder:
         self._folder, self._shape, self._device = folder, (max_tokens, topk), device
         self._buffers: dict[str, Tensor] = {}
         self._block_tokens = 0
-        self._blocks: dict[int, Tensor] = {}
-        """[tokens of a block, layers, K] int32 by the number of a block."""
+        self._blocks: dict[int, _Block] = {}
         self._requests: dict[str, tuple[list[int], int]] = {}
         """Of each request its blocks, and the number of its tokens that were run."""
 
@@ -70,11 +88,14 @@ class Recorder:
         self._block_tokens = block_tokens
         self._buffers[prefix][: len(topk_indices)].copy_(topk_indices[:, : self._shape[1]])
 
-    def take(self, batch: Any, by_prefix: Any) -> None:  # noqa: ANN401 - vLLM's InputBatch, and metadata by prefix
-        """Copy the rows of a step to the host."""
+    def take(self, batch: Any, by_prefix: Any, states: Any) -> None:  # noqa: ANN401
+        """Copy the rows of a step to the host.
+
+        batch: vLLM's InputBatch. by_prefix: metadata of its layers. states: vLLM's RequestState.
+        """
         bounds, size = batch.query_start_loc[: batch.num_reqs + 1].tolist(), self._block_tokens
         rows = torch.stack([buffer[: bounds[-1]] for buffer in self._buffers.values()], 1).cpu()
-        positions = batch.positions[: bounds[-1]].tolist()
+        positions, ids = batch.positions[: bounds[-1]].tolist(), batch.input_ids[: bounds[-1]].int().cpu()
         table = by_prefix[next(iter(self._buffers))].block_table[: batch.num_reqs].cpu()
         for i, name in enumerate(batch.req_ids):
             row, last = bounds[i : i + 2]
@@ -82,12 +103,20 @@ class Recorder:
                 continue
             tokens = positions[last - 1] + 1
             blocks = table[i, : -(-tokens // size)].tolist()
+            first, of_step, prefix = positions[row], ids[row:last], None
             while row < last:
                 number, place = divmod(positions[row], size)
                 count = min(size - place, last - row)
-                if blocks[number] not in self._blocks:
-                    self._blocks[blocks[number]] = self._unknown()
-                self._blocks[blocks[number]][place : place + count] = rows[row : row + count]
+                if not place or blocks[number] not in self._blocks:
+                    if prefix is None:
+                        of_state = states.all_token_ids.gpu[states.req_id_to_index[name], :first]
+                        prefix = torch.cat([of_state.int().cpu(), of_step])
+                    unset = torch.full((size,), -1, dtype=torch.int32, device="cpu")
+                    before = _hash_of(prefix[: number * size])
+                    self._blocks[blocks[number]] = _Block(before, unset, self._unknown())
+                block = self._blocks[blocks[number]]
+                block.tokens[place : place + count] = ids[row : row + count]
+                block.rows[place : place + count] = rows[row : row + count]
                 row += count
             self._requests[name] = blocks, tokens
 
@@ -104,15 +133,27 @@ class Recorder:
         blocks, run = self._requests[name]
         count = int(states.total_len.gpu[slot])
         # the last token was sampled, and not run; rejected drafts were run after it
-        parts = [self._blocks.get(block, self._unknown()) for block in blocks]
-        entries = torch.cat(parts)[: min(run, count - 1)]
+        tokens, run = states.all_token_ids.gpu[slot, :count].cpu(), min(run, count - 1)
+        entries = torch.cat(self._parts(blocks, tokens[:run].int()))[:run]
         numbers = [int(re.search(r"layers\.(\d+)\.", prefix)[1]) for prefix in self._buffers]  # type: ignore[index]
         of_layers = {number: entries[:, i].clone() for i, number in enumerate(numbers)}
-        tokens = states.all_token_ids.gpu[slot, :count].cpu()
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"{name.replace('/', '_')}.pt"
         torch.save({"tokens": tokens, "entries": of_layers}, file.with_suffix(".part"))
         file.with_suffix(".part").rename(file)
+
+    def _parts(self, blocks: list[int], tokens: Tensor) -> list[Tensor]:
+        """The rows of a request's blocks. A block that a connector filled may still have those of another request."""
+        parts, size = [], self._block_tokens
+        for i, number in enumerate(blocks):
+            block, of_block = self._blocks.get(number), tokens[i * size : (i + 1) * size]
+            is_known = (
+                block is not None
+                and block.before == _hash_of(tokens[: i * size])
+                and torch.equal(block.tokens[: len(of_block)], of_block)
+            )
+            parts.append(block.rows if block is not None and is_known else self._unknown())
+        return parts
 
     def write_all(self, states: Any) -> None:  # noqa: ANN401
         """Write the files of all requests that vLLM knows."""
@@ -131,7 +172,7 @@ class Recorder:
             state = runner.execute_model_state
             is_step = state is not None and state.input_batch.req_ids[0] in runner.req_states.req_id_to_index
             if is_step and isinstance(state.attn_metadata, dict):
-                self.take(state.input_batch, state.attn_metadata)
+                self.take(state.input_batch, state.attn_metadata, runner.req_states)
             return output
 
         return execute

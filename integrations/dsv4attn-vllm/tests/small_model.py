@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,8 +39,11 @@ __all__ = [
     "of_stages",
     "prompt_of",
     "random_model",
+    "replayed",
     "rms",
+    "share_of",
     "shares_of_bugs",
+    "transformers_integration",
     "worst_gap",
     "write_as_released",
 ]
@@ -291,6 +295,40 @@ def _attend_in_parts(modeling: Any) -> None:
     modeling.eager_attention_forward = attend_in_parts
 
 
+def transformers_integration() -> Any:
+    """`dsv4attn.integrations.transformers`, which refuses the older releases of transformers that vLLM allows.
+
+    They have the same DeepSeek-V4.
+    """
+    with mock.patch("dsv4attn.core.contract.device.version_of", return_value="5.23.0"):
+        from dsv4attn.integrations import transformers
+    return transformers
+
+
+def replayed(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]], entries: Sequence[Any]
+) -> list[Tensor]:
+    """Log-probabilities as `logprobs` returns them, of a model that attends to recorded entries of each request."""
+    results = []
+    for prompt, answer, of_request in zip(prompts, answers, entries, strict=True):
+        with transformers_integration().replay_entries(model, [of_request]):
+            results += logprobs(model, [prompt], [answer])
+    return results
+
+
+def share_of(
+    changed: Sequence[Tensor], expected: Sequence[Tensor], answers: Sequence[Mapping[str, Any]]
+) -> tuple[float, float]:
+    """Rms of the difference that a change makes to expected log-probabilities, and its share in an engine's answers.
+
+    The share is 1 for an engine with the change, and near 0 for one without it. It sees what is smaller than the
+    rounding of single positions, as rounding has no direction.
+    """
+    error = torch.cat([answer["logprobs"] for answer in answers]) - torch.cat([*expected])
+    difference = torch.cat([*changed]) - torch.cat([*expected])
+    return rms(difference), ((error * difference).sum() / difference.square().sum()).item()
+
+
 def figures(expected: Sequence[Tensor], answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """How far the answers of requests are from the expected log-probabilities.
 
@@ -356,11 +394,7 @@ def error_shares(
     answers: Sequence[Mapping[str, Any]],
     bugs: Sequence[str] = BUGS,
 ) -> dict[str, tuple[float, float]]:
-    """By name of a bug: rms of the difference that it makes to transformers' model, and its share in the answers.
-
-    The share is 1 for an engine with the bug, and near 0 for one without it. It sees what is smaller than the rounding
-    of single positions, as rounding has no direction.
-    """
+    """By name of a bug: rms of the difference that it makes to transformers' model, and its share, as of `share_of`."""
 
     def broken_models() -> Iterator[tuple[str, Any]]:
         topk = model.config.index_topk
@@ -379,8 +413,4 @@ def shares_of_bugs(
     answers: Sequence[Mapping[str, Any]],
 ) -> dict[str, tuple[float, float]]:
     """What `error_shares` returns. broken_models: models with a bug, and its name."""
-    error, shares = torch.cat([answer["logprobs"] for answer in answers]) - expected, {}
-    for name, broken in broken_models:
-        difference = torch.cat(logprobs(broken, prompts, answers)) - expected
-        shares[name] = rms(difference), ((error * difference).sum() / difference.square().sum()).item()
-    return shares
+    return {name: share_of(logprobs(broken, prompts, answers), [expected], answers) for name, broken in broken_models}

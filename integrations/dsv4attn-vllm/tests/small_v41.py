@@ -22,6 +22,7 @@ from dsv4attn.testing import oracle
 
 __all__ = [
     "BUGS_V41",
+    "SIZES_V41",
     "ReferenceV41",
     "SharedEntries",
     "checkpoint_v41",
@@ -29,6 +30,7 @@ __all__ = [
     "in_4_bits",
     "in_8_bits",
     "random_v41",
+    "write_configuration",
 ]
 
 RATIOS = (0, 2, 2, 1, 1, 1)
@@ -65,6 +67,22 @@ TEXT: dict[str, Any] = {
 }
 """A source and a reader of entries of each ratio, and an indexer that chooses among the candidates of another one."""
 
+SIZES_V41 = {
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "num_attention_heads": 64,
+    "q_lora_rank": 512,
+    "o_groups": 8,
+    "o_lora_rank": 128,
+    "index_n_heads": 32,
+    "index_topk": 512,
+    "candidate_topk_blocks": 128,
+    "candidate_block_size": 8,
+    "moe_intermediate_size": 128,
+    "max_position_embeddings": 16384,
+}
+"""For engines on a GPU. Of the longer prompts some entries are not candidates."""
+
 CHOSEN = 16.0
 """Bias of the experts of a layer. A choice by score alone changes with the last bit of a score."""
 ROWS = 256
@@ -76,13 +94,18 @@ def checkpoint_v41(folder: Path, sizes: Mapping[str, Any]) -> ReferenceV41:
 
     sizes: what `TEXT` lacks, and what differs from it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     model = random_v41(sizes)
-    top = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"], "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps({**top, "text_config": model.text}))
+    write_configuration(folder, sizes)
     stored = {name: value if is_fp32(name) else value.bfloat16() for name, value in model.weights.items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     return model
+
+
+def write_configuration(folder: Path, sizes: Mapping[str, Any]) -> None:
+    """Write config.json of `checkpoint_v41` into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    top = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**top, "text_config": {**TEXT, **sizes}}))
 
 
 def random_v41(sizes: Mapping[str, Any]) -> ReferenceV41:

@@ -10,11 +10,22 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from engine import SIZES
 from processes import execute, run
-from small_model import checkpoint, error_shares, logprobs, prompt_of, rms, worst_gap
+from small_model import (
+    checkpoint,
+    error_shares,
+    logprobs,
+    prompt_of,
+    replayed,
+    rms,
+    share_of,
+    transformers_integration,
+    worst_gap,
+)
 from torch import Tensor
 
 CHUNK, TOKENS = 128, 6
@@ -104,7 +115,9 @@ def test_requests_are_answered_as_by_transformers(tmp_path: Path) -> None:
     assert preempted > 0
     check_answers([rows[-TOKENS:] for rows in logprobs(model, FULL, crowd)], crowd)
     requests = [*zip([*prompts, LONG, *FULL], [*together, again, *crowd], strict=True)]
-    check_entries(model, [torch.load(file) for file in folder.glob("*.pt")], requests)
+    files = [torch.load(file) for file in folder.glob("*.pt")]
+    check_entries(model, files, requests)
+    check_replays(model, files, prompts, together, expected)
 
 
 def check_entries(
@@ -134,6 +147,47 @@ def check_entries(
     hook.remove()
     first, second = (file["entries"][1] for file in files if file["tokens"].tolist()[: len(LONG)] == LONG)
     assert torch.equal(first[:256], second[:256])
+
+
+def check_replays(
+    model: Any,
+    files: Sequence[Mapping[str, Any]],
+    prompts: Sequence[list[int]],
+    answers: Sequence[Mapping[str, Any]],
+    expected: Sequence[Tensor],
+) -> None:
+    """A trainer replays the files: by transformers, and by dsv4attn's layers, each in fp32.
+
+    expected: log-probabilities of transformers with its own selection. The difference that the files make to them is in
+    vLLM's answers as a whole: vLLM's layers attended to these entries. Files of other requests would leave none of it.
+    """
+    transformers = transformers_integration()
+    from dsv4attn.integrations.transformers import patched
+
+    requests = [[*prompt, *answer["tokens"]] for prompt, answer in zip(prompts, answers, strict=True)]
+    entries = [next(file["entries"] for file in files if file["tokens"].tolist() == tokens) for tokens in requests]
+    of_transformers, context = replayed(model, prompts, answers, entries), patched.set_forward_context
+    size, share = share_of(of_transformers, expected, answers)
+    assert size > 0.004
+    assert 0.8 < share < 1.2
+    owner = transformers.patch(model, "reference", kv_layout="fp32", index_layout="fp32", max_len=512, max_batch=3)
+    for tokens, of_request, logs in zip(requests, entries, of_transformers, strict=True):
+
+        def injecting(metadata: Any, record_entries: Mapping[str, Tensor]) -> Any:
+            injected = records.injected(owner.step.requests, [of_request])  # noqa: B023 - called in this round of the loop
+            of_layer = {prefix: injected[prefix] for prefix in record_entries}
+            return context(metadata, record_entries=record_entries, inject_entries=of_layer)
+
+        cache = transformers.DeepseekV4PagedCache(model)
+        with owner.record_entries() as records, mock.patch.object(patched, "set_forward_context", injecting):
+            # two steps
+            parts = torch.tensor([tokens[:-1]]).split([len(tokens) - 4, 3], dim=1)
+            with torch.no_grad():
+                logits = torch.cat([model(part, past_key_values=cache).logits[0] for part in parts])
+        torch.testing.assert_close(logits.log_softmax(-1), logs, rtol=0, atol=2e-5)
+        [sequence] = cache.sequences
+        assert torch.equal(records.of(sequence)[1], of_request[1])
+    transformers.unpatch(model)
 
 
 def test_requests_are_answered_by_triton_too(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class Steps:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, 0
-        self.recorder = Recorder(folder, TOPK, max_tokens=32, device="cpu")
+        self.recorder = Recorder(folder, TOPK, max_tokens=64, device="cpu")
         for prefix in LAYERS:
             self.recorder.add(prefix)
         self.req_states = SimpleNamespace(req_id_to_index={}, total_len=None, all_token_ids=None)
@@ -43,6 +43,10 @@ class Steps:
             num_reqs=len(counts),
             query_start_loc=torch.tensor([0, *counts]).cumsum(0),
             positions=torch.tensor([*positions, 0, 0, 0]),
+            input_ids=torch.tensor(
+                [token for name, _, first, count in work.requests for token in tokens_of(name)[first : first + count]]
+                + [0, 0, 0]
+            ),
         )
         table = torch.tensor([blocks for _, blocks, *_ in work.requests])
         metadata = {LAYERS[0]: SimpleNamespace(block_table=table)}
@@ -52,17 +56,31 @@ class Steps:
         """Run a step. requests: (name, blocks, position of the first token, number of tokens)."""
         for name, *_ in requests:
             self.req_states.req_id_to_index.setdefault(name, len(self.req_states.req_id_to_index))
+        if requests:
+            self.describe(0)
         self._execute(self, SimpleNamespace(requests=requests, finished_req_ids=finished))
 
     def finish(self, name: str, tokens: int) -> dict[int, Tensor]:
         """The entries of a request that ends with so many tokens, of which the last was not run."""
-        self.req_states.total_len = SimpleNamespace(gpu=torch.full((9,), tokens))
-        self.req_states.all_token_ids = SimpleNamespace(gpu=torch.arange(9 * 32).view(9, 32))
+        self.describe(tokens)
         self.step(finished=(name,))
         saved = torch.load(self.folder / f"{name}.pt")
-        slot = self.req_states.req_id_to_index.pop(name)
-        assert saved["tokens"].tolist() == [*range(32 * slot, 32 * slot + tokens)]
+        assert saved["tokens"].tolist() == tokens_of(name)[:tokens]
+        del self.req_states.req_id_to_index[name]
         return saved["entries"]
+
+    def describe(self, tokens: int) -> None:
+        """What vLLM knows of its requests. tokens: so many each of them has."""
+        table = torch.zeros(9, 32, dtype=torch.int64)
+        for name, slot in self.req_states.req_id_to_index.items():
+            table[slot] = torch.tensor(tokens_of(name))
+        self.req_states.total_len = SimpleNamespace(gpu=torch.full((9,), tokens))
+        self.req_states.all_token_ids = SimpleNamespace(gpu=table)
+
+
+def tokens_of(name: str) -> list[int]:
+    """The tokens of a request: the same of all but one."""
+    return [*range(100, 132)] if name == "other" else [*range(32)]
 
 
 @pytest.fixture
@@ -93,14 +111,32 @@ def test_rejected_drafts_and_hits_in_the_prefix_cache(steps: Steps) -> None:
 
 def test_a_block_that_came_from_elsewhere_is_unknown(steps: Steps) -> None:
     steps.step(("a/1", [4, 2], 8, 3))
-    steps.recorder._folder = steps.folder
-    steps.req_states.total_len = SimpleNamespace(gpu=torch.full((9,), 12))
-    steps.req_states.all_token_ids = SimpleNamespace(gpu=torch.zeros(9, 32, dtype=torch.int32))
+    steps.describe(12)
 
     steps.recorder.write_all(steps.req_states)
 
     assert steps_of(torch.load(steps.folder / "a_1.pt")["entries"]) == [UNKNOWN] * 8 + [10] * 3
     assert [file.name for file in steps.folder.iterdir()] == ["a_1.pt"]
+
+
+@pytest.mark.parametrize(("first", "second"), [([3, 5, 6], [3, 7, 2]), ([9, 5, 6], [8, 5, 2]), ([9, 5, 6], [5, 8, 2])])
+def test_a_block_that_a_connector_filled_has_nothing_of_an_earlier_request(
+    steps: Steps, first: list[int], second: list[int]
+) -> None:
+    """The prefix of the second request comes from a connector, into blocks that another request had before."""
+    steps.step(("other", first, 0, 18))
+    steps.finish("other", 18)
+    steps.step(("a", second, 16, 3))
+
+    assert steps_of(steps.finish("a", 20)) == [UNKNOWN] * 16 + [20] * 3
+
+
+def test_blocks_of_equal_prefixes_are_those_of_any_request(steps: Steps) -> None:
+    """Two requests computed the same prefix, and a third one hits a block of each."""
+    steps.step(("a", [3, 5], 0, 16), ("b", [4, 6], 0, 16))
+    steps.step(("c", [3, 6, 7], 16, 2))
+
+    assert steps_of(steps.finish("c", 19)) == [10] * 16 + [20] * 2
 
 
 @pytest.mark.parametrize(

@@ -48,17 +48,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of the model, which all processes of pytest share: "plain", "mtp" and "dspark"."""
-    from small_model import SIZES, checkpoint, checkpoint_with_drafts, made_once
-
-    from on_gpu.scenarios import write_for_sglang
-
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of checkpoints. All processes of pytest share it."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     shared = Path(os.environ.get("TEST_CHECKPOINTS", shared / "checkpoints"))
     shared.mkdir(parents=True, exist_ok=True)
+    return shared
+
+
+@pytest.fixture(scope="session")
+def checkpoints(shared: Path) -> dict[str, Path]:
+    """Folders of the model: "plain", "mtp" and "dspark"."""
+    from small_model import SIZES, checkpoint, checkpoint_with_drafts, made_once
+
+    from on_gpu.scenarios import write_for_sglang
+
     folders = {name: shared / name for name in ("plain", "mtp", "dspark")}
 
     def make() -> None:
@@ -78,6 +84,26 @@ def transformers_model() -> Any:
     from small_model import SIZES, model_on_gpu
 
     return model_on_gpu(SIZES)
+
+
+@pytest.fixture(scope="session")
+def v41_checkpoint(shared: Path) -> Path:
+    """The folder of a DeepSeek-V4.1."""
+    from small_model import made_once
+    from small_v41 import SIZES_V41, checkpoint_v41
+
+    made_once(shared, "v41", lambda: checkpoint_v41(shared / "v41", SIZES_V41))
+    return shared / "v41"
+
+
+@pytest.fixture(scope="session")
+def v41_model() -> Any:
+    """The reference of its weights in fp32, with keys rounded as SGLang rounds them on Hopper: entries to 4 bits."""
+    import torch
+    from small_v41 import SIZES_V41, random_v41
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return random_v41(SIZES_V41).to("cuda").rounded()
 
 
 @pytest.fixture

@@ -153,6 +153,15 @@ SCENARIOS = [
 ]
 """On one GPU, with attention and the steps indexer and gather on dsv4attn, unless a name says otherwise."""
 
+V41 = {"enable_decoder_swa_bounded_replay": False}
+"""All layers run on all tokens of a prompt. SGLang reads the configuration of DeepSeek-V4.1 as it is."""
+V41_SCENARIOS = [
+    Scenario("v41-eager", options=V41, checkpoint="v41", steps="auto"),
+    Scenario("v41-graphs", options=V41, graphs=GRAPHS, checkpoint="v41", steps="auto"),
+    Scenario("v41-own-records", (FIRST,), V41, GRAPHS, {"SGLANG_DSV4_KV_LAYOUT": "v41_new"}, "v41", steps="auto"),
+]
+"""DeepSeek-V4.1 on one GPU of sm_90, with SGLang's compressor and indexer, which is in torch there. Never run."""
+
 
 def write_for_sglang(folder: Path) -> None:
     """Write in config.json what SGLang 0.5.23 reads there, as the released models have it.

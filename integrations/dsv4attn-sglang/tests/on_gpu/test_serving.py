@@ -18,7 +18,7 @@ import small_model
 import torch
 from small_model import logprobs
 
-from on_gpu.scenarios import PAGE, SCENARIOS, Scenario
+from on_gpu.scenarios import PAGE, SCENARIOS, V41_SCENARIOS, Scenario
 
 HERE = Path(__file__).parent
 RMS, GAP = 0.05, 0.1
@@ -105,6 +105,15 @@ def test_requests_are_answered_as_by_transformers(
         assert (first["cached"], second["cached"]) == (0, 8 * PAGE)
         assert first["tokens"] == second["tokens"]
         assert torch.equal(first["logprobs"], second["logprobs"])
+
+
+@pytest.mark.parametrize("scenario", V41_SCENARIOS, ids=str)
+def test_v41_is_answered_as_by_the_reference(
+    scenario: Scenario, v41_checkpoint: Path, v41_model: Any, results: Path
+) -> None:
+    served = check_scenario(scenario, v41_checkpoint, v41_model, results)
+
+    assert served["backend"] == ["sm90"]
 
 
 @pytest.mark.parametrize("scenario", BY_SGLANG_TOO, ids=str)

@@ -76,14 +76,12 @@ def checkpoints(shared_folder: Path) -> dict[str, Path]:
 def v41_checkpoints(shared_folder: Path) -> dict[str, Path]:
     """Folders of DeepSeek-V4.1: "v41", and "v41-dspark" with drafts."""
     from small_model import checkpoint_with_drafts, made_once
-    from small_v41 import checkpoint_v41
-
-    from on_gpu.scenarios import V41_SIZES
+    from small_v41 import SIZES_V41, checkpoint_v41
 
     folders = {name: shared_folder / name for name in ("v41", "v41-dspark")}
 
     def make() -> None:
-        checkpoint_v41(folders["v41"], V41_SIZES)
+        checkpoint_v41(folders["v41"], SIZES_V41)
         checkpoint_with_drafts(folders["v41-dspark"], folders["v41"], "dspark")
 
     made_once(shared_folder, "v41", make)
@@ -106,12 +104,10 @@ def stages_checkpoint(shared_folder: Path) -> Path:
 def v41_model() -> Any:
     """The reference of its weights in fp32."""
     import torch
-    from small_v41 import random_v41
-
-    from on_gpu.scenarios import V41_SIZES
+    from small_v41 import SIZES_V41, random_v41
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    return random_v41(V41_SIZES).to("cuda")
+    return random_v41(SIZES_V41).to("cuda")
 
 
 @pytest.fixture(scope="session")

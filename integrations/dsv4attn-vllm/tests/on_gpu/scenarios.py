@@ -47,7 +47,8 @@ class Scenario:
 
     name: of the test. rounds: names of actions, or requests. options: of vLLM's `LLM`. environment: variables.
     graphs: the mode of captured graphs, or "eager". checkpoint: the folder's name. capability: that of the GPU for
-    which vLLM takes this one. backend, steps: the variables of dsv4attn. gpus: how many.
+    which vLLM takes this one. backend, steps: the variables of dsv4attn. gpus: how many. records_entries: whether files
+    of selected entries are written.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Scenario:
     backend: str = ""
     steps: str = "all"
     gpus: int = 1
+    records_entries: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -162,7 +164,8 @@ SCENARIOS = [
     # the second request computes the 100 tokens after the prefix as the first one does, in a chunk of their own
     Scenario("prefix-cache", (Round([SHARED]), Round([SHARED])), {"max_num_batched_tokens": 2048, "max_num_seqs": 1}),
     # the prefix goes to the CPU, the GPU's blocks are taken by other requests, and it comes back
-    Scenario("offload", (Round([SHARED]), *OTHERS, Round([SHARED])), OFFLOADING),
+    Scenario("offload", (Round([SHARED]), *OTHERS, Round([SHARED])), OFFLOADING, records_entries=True),
+    Scenario("entries", (FIRST, Round([SHARED]), Round([SHARED])), records_entries=True),
     Scenario("preemption", (GROWING,), FEW_PAGES),
     Scenario("requests-come-and-go", (MIXED_64,), {**LONG, "max_num_seqs": 4}),
     Scenario("async-scheduling", options={"async_scheduling": True}),
@@ -189,21 +192,12 @@ SCENARIOS = [
 ]
 """On one GPU."""
 
-V41_SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 1024,
-    "num_attention_heads": 64,
-    "q_lora_rank": 512,
-    "o_groups": 8,
-    "o_lora_rank": 128,
-    "index_n_heads": 32,
-    "index_topk": 512,
-    "candidate_topk_blocks": 128,
-    "candidate_block_size": 8,
-    "moe_intermediate_size": 128,
-    "max_position_embeddings": 16384,
-}
-"""Six layers of DeepSeek-V4.1, see small_v41.py. Of the longer prompts some entries are not candidates."""
+WITHOUT_OFFLOADING = Scenario(
+    "without-offload",
+    (Round([SHARED]), *OTHERS, Round([SHARED])),
+    {name: value for name, value in OFFLOADING.items() if name != "kv_offloading_size"},
+)
+"""The scenario "offload" without a cache on the CPU: the prefix is computed again."""
 
 V41_OPTIONS = {
     "max_num_batched_tokens": 4096,

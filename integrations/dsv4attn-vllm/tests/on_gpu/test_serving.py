@@ -16,15 +16,25 @@ from typing import Any
 import pytest
 import small_model
 import torch
-from small_model import logprobs
+from small_model import logprobs, replayed, share_of
 from small_v41 import ReferenceV41
 
 import dsv4attn
-from on_gpu.scenarios import PIPELINE_PARALLEL, SCENARIOS, TENSOR_PARALLEL, V41_SCENARIOS, Round, Scenario
+from on_gpu.scenarios import (
+    PIPELINE_PARALLEL,
+    SCENARIOS,
+    TENSOR_PARALLEL,
+    V41_SCENARIOS,
+    WITHOUT_OFFLOADING,
+    Round,
+    Scenario,
+)
 
 HERE = Path(__file__).parent
 RMS, GAP = 0.05, 0.1
 """Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. vLLM computes in bf16."""
+UNKNOWN = -2
+"""In files of entries: nobody recorded them."""
 KERNELS_OF_VLLM = {
     "_topk_log_softmax_kernel",
     "fused_moe_kernel",
@@ -50,6 +60,8 @@ def serve(scenario: Scenario, folder: Path, results: Path, *, by_vllm: bool = Fa
     file.write_text(json.dumps(scenario.input(str(folder), by_vllm=by_vllm)))
     # several engines at once would otherwise have more threads than there are cores
     environment = {"OMP_NUM_THREADS": "2", **os.environ}
+    if scenario.records_entries and not by_vllm:
+        environment["DSV4ATTN_VLLM_ENTRIES"] = str(results / f"{name}.entries")
     begin = time.perf_counter()
     with log.open("w") as stream:
         code = subprocess.run(
@@ -162,6 +174,9 @@ def test_requests_are_answered_as_by_transformers(
         [[first], *_, [again]] = rounds
         assert again["cached"] == metrics["vllm:external_prefix_cache_hits"] == 2048
         assert torch.equal(first["logprobs"], again["logprobs"])
+        check_without_offloading(rounds, checkpoints["plain"], results)
+    if scenario.records_entries:
+        check_entries(scenario, served, transformers_model, results)
     if scenario.is_accepting:
         assert 0 < metrics["vllm:spec_decode_num_accepted_tokens"] < metrics["vllm:spec_decode_num_draft_tokens"]
     if scenario.name in ("sleep-and-wake", "weights-again"):
@@ -169,6 +184,53 @@ def test_requests_are_answered_as_by_transformers(
         for earlier, later in zip(before, after, strict=True):
             assert earlier["tokens"] == later["tokens"]
             assert torch.equal(earlier["logprobs"], later["logprobs"])
+
+
+def check_without_offloading(rounds: Sequence[Any], folder: Path, results: Path) -> None:
+    """All answers have the bits of an engine that offloads nothing."""
+    without = serve(WITHOUT_OFFLOADING, folder, results)
+
+    assert without["rounds"][-1][0]["cached"] == 0
+    for [offloaded], [computed] in zip(rounds, without["rounds"], strict=True):
+        assert offloaded["tokens"] == computed["tokens"]
+        assert torch.equal(offloaded["logprobs"], computed["logprobs"])
+
+
+def check_entries(scenario: Scenario, served: Mapping[str, Any], model: Any, results: Path) -> None:
+    """Each request has a file of what its tokens selected; -2 for tokens whose blocks came from the CPU.
+
+    If transformers attends to these entries, its log-probabilities move to vLLM's.
+    """
+    requests = [
+        (prompt, answer)
+        for step, answers in zip(scenario.rounds, served["rounds"], strict=True)
+        for prompt, answer in zip(step.prompts, answers, strict=True)
+    ]
+    files = [torch.load(file) for file in (results / f"{scenario.name}.entries").glob("*.pt")]
+    expected_tokens = sorted([*prompt, *answer["tokens"]] for prompt, answer in requests)
+    assert sorted(file["tokens"].tolist() for file in files) == expected_tokens
+    unknown = 0
+    for file in files:
+        [(layer, entries)] = file["entries"].items()
+        known = entries[:, 0] != UNKNOWN
+        unknown += int((~known).sum())
+        seen = (torch.arange(len(entries)) + 1) // 4
+        assert (layer, len(entries)) == (1, len(file["tokens"]) - 1)
+        assert torch.equal((entries >= 0).sum(1)[known], seen.clamp(max=entries.shape[1])[known])
+        assert (entries < seen[:, None])[known].all()
+        assert (entries.diff(dim=1)[entries[:, 1:] >= 0] > 0).all()
+    if scenario.name == "offload":
+        assert unknown == served["metrics"]["vllm:external_prefix_cache_hits"]
+        return
+    assert unknown == 0
+    first = [next(file for file in files if file["tokens"].tolist() == [*p, *a["tokens"]]) for p, a in requests]
+    prompts, answers = scenario.rounds[0].prompts, served["rounds"][0]
+    expected = logprobs(model, prompts, answers)
+    changed = replayed(model, prompts, answers, [file["entries"] for file in first[: len(prompts)]])
+    size, share = share_of(changed, expected, answers)
+    print(f"entries: a difference of {size:.4f}, {share:.3f} of it in the answers")
+    (results / "entries-replayed.json").write_text(json.dumps({"difference": size, "share": share}))
+    assert 0.7 < share < 1.3
 
 
 @pytest.mark.parametrize("scenario", V41_SCENARIOS, ids=str)

@@ -71,6 +71,10 @@ def main(scenario: dict[str, Any], out: str) -> None:
             ACTIONS[step](llm)
         else:
             results.append(answers(llm, step["prompts"], step["tokens"], of_prompts=step["of_prompts"]))
+    if "DSV4ATTN_VLLM_ENTRIES" in os.environ:
+        from dsv4attn_vllm.entries import write_entries
+
+        llm.collective_rpc(write_entries)
     metrics: dict[str, float] = {}
     for metric in llm.get_metrics():
         if hasattr(metric, "value"):
