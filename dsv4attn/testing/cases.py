@@ -40,6 +40,7 @@ from dsv4attn.testing.factories import (
     tiny_geometry,
 )
 from dsv4attn.testing.fp8_codes import (
+    SMALLEST_SCALES,
     Fp8Codes,
     NanKeys,
     gathers_every_code,
@@ -162,12 +163,7 @@ def cache_cases() -> Iterator[Case]:
         yield _cache(f"fill-{cache}-{page}", "R5", says, inputs, fills)
     says = "records past the table, before the first position or past the output are absent, whatever lengths say"
     yield _cache("beyond-gather", "R3 R4", says, rows(page=4, blocks=4), gathers_within)
-    for cache in ("ocp", "fnuz", "interleaved", "v41", "nvfp4"):
-        says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
-        if cache == "nvfp4":
-            says = f"all 16 codes of {cache} under every scale byte are gathered exactly"
-        codes = Fp8Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
-        yield _cache(f"codes-{cache}-gather", "R1 C2", says, codes, gathers_every_code)
+    yield from _code_cases()
 
 
 def odd_cases() -> Iterator[Case]:
@@ -306,15 +302,29 @@ def _output_cases() -> Iterator[Case]:
     yield _projection("output-ranks", "P4", says, rows(count=9, groups=4, rank=40, hidden=96, ranks=2), outputs)
 
 
+def _code_cases() -> Iterator[Case]:
+    """Gathering of all codes."""
+    for cache in ("ocp", "fnuz", "interleaved", "v41", "nvfp4"):
+        says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
+        if cache == "nvfp4":
+            says = f"all 16 codes of {cache} under every scale byte are gathered exactly"
+        codes = Fp8Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
+        yield _cache(f"codes-{cache}-gather", "R1 C2", says, codes, gathers_every_code)
+    for cache in ("ocp", "v41"):
+        says = f"all 256 codes of {cache} under scale bytes 0 to 9, which no writer of ours emits, are gathered exactly"
+        codes = Fp8Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
+        yield _cache(f"codes-{cache}-smallest-gather", "R1 C2", says, codes, gathers_every_code)
+
+
 def nan_cases() -> Iterator[Case]:
     """All cases of NaN keys."""
     for phase in Phase:
-        for cache in ("ocp", "fnuz", "interleaved", "bf16", "nvfp4"):
+        for cache in ("ocp", "fnuz", "interleaved", "v41", "bf16", "nvfp4"):
             says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
             # one kind with two segments is enough, since all kinds are read in the same way
             inputs = NanKeys.of(phase, cache, "c4a" if cache == "ocp" else "swa")
             yield Case.of(Area(phase.value), f"nan-{cache}-{phase.value}", "C8 C6", says, inputs, shows_nan)
-    for cache in ("ocp", "fnuz", "interleaved", "nvfp4"):
+    for cache in ("ocp", "fnuz", "interleaved", "v41", "nvfp4"):
         says = f"NaN codes, scales and RoPE values of {cache} records are gathered as NaN"
         inputs = NanKeys.of(Phase.PREFILL, cache, "swa")
         yield _cache(f"nan-{cache}-gather", "C8 R1", says, inputs, gathers_nan)

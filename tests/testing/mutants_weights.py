@@ -1,4 +1,4 @@
-"""Conversions of block-scaled fp8 weights with one thing wrong each: core's own functions, to be patched.
+"""Conversions of block-scaled fp8 weights and keys with one thing wrong each: core's own functions, to be patched.
 
 A backend receives converted weights, so no backend can have these bugs; the kit must find them where they are.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4attn.core.cache.key_codecs import power_of_two as true_powers
 from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.core.model.weight_scales import factors_of, product
 
@@ -25,6 +26,16 @@ def unscaled(scale: Tensor) -> Tensor:
 def inverted(scale: Tensor) -> Tensor:
     """Codes are divided by their scale, as the name `weight_scale_inv` may suggest."""
     return 1 / true_factors(scale)
+
+
+def byte_0_as_0(byte: Tensor) -> Tensor:
+    """The scale of a key is 0 where its byte is 0, not 2^-127."""
+    return true_powers(byte).masked_fill(byte == 0, 0.0)
+
+
+def byte_255_as_a_number(byte: Tensor) -> Tensor:
+    """The scale of a key is large where its byte is 255, not NaN."""
+    return true_powers(byte).masked_fill(byte == 255, 2.0**127)
 
 
 def of_transposed_blocks(scale: Tensor) -> Tensor:
@@ -103,6 +114,16 @@ SLIPS: dict[str, tuple[str, Callable[..., Any], str]] = {
     ),
     "blocks always of 128 x 128": ("model.quantized_weight._product", blocks_of_v4, "project-fp8-blocks-32"),
     "codes always OCP": ("model.quantized_weight._product", always_ocp, FNUZ),
+    "scale byte 0 of a key taken to be 0": (
+        "cache.key_codecs.power_of_two",
+        byte_0_as_0,
+        "codes-ocp-smallest-decode,codes-v41-smallest-decode,codes-ocp-smallest-gather,codes-v41-smallest-gather",
+    ),
+    "scale byte 255 of a key taken to be a number": (
+        "cache.key_codecs.power_of_two",
+        byte_255_as_a_number,
+        "nan-ocp-decode,nan-v41-decode,nan-ocp-gather,nan-v41-gather",
+    ),
     "scales of wo_b forgotten": ("attention.projection.dense_weight", wo_b_as_codes, "output-fp8"),
 }
 """What is patched in `dsv4attn.core`, by what, and the cases of which each must fail."""

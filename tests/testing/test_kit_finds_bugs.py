@@ -292,7 +292,7 @@ def test_g22_what_is_served_in_part_or_misread_fails_the_cases_that_are_about_it
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("mutant", mutants_weights.SLIPS)
-def test_a_wrong_conversion_of_weights_in_core_fails_the_cases_that_are_about_it(
+def test_a_wrong_conversion_in_core_fails_the_cases_that_are_about_it(
     mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, wrong, names = mutants_weights.SLIPS[mutant]
