@@ -57,7 +57,7 @@ _KIND = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available
 DEVICE = torch.device(_KIND, 0) if _KIND else torch.device("cpu")
 PARTS = ("logits", "attention", "graphs")
 REPORT = "numerics_of_backends"
-_WITHOUT_PDL = "DSV4ATTN_NUMERICS_WITHOUT_PDL"
+_WITHOUT_PDL = "NUMERICS_WITHOUT_PDL"
 """Set in the process that measures layers without overlapping launches."""
 
 Row = dict[str, Any]
