@@ -5,7 +5,7 @@
 2. A scheduler is made: a hook on the function that builds attention. The scheduler imports its module anyway. If
    V4.1's own records are asked for by name, also one on the function that chooses records, before pools are made.
 3. Attention of DeepSeek-V4 is built: the model and the backends are checked, then FlashMLA's functions are replaced,
-   and what `steps` asks for. SGLang binds one of the functions in the constructor of its
+   and what `parts` asks for. SGLang binds one of the functions in the constructor of its
    attention, so this happens before. Models of other kinds never come here, and for them nothing is replaced.
 """
 
@@ -48,8 +48,8 @@ GATHER = {f"{_OPS}.dsv4.dequant_k_cache.dequantize_k_cache_paged_dsv4": "dequant
 """The function that gathers the keys of a prompt, and its name in `gather`."""
 RECORDS = "sglang.srt.mem_cache.deepseek_v4_memory_pool.select_dsv4_kv_layout"
 """The function that chooses the records of caches, which the plan of their memory follows."""
-_STEPS = {"indexer": (INDEXER, "REPLACE"), "gather": (GATHER, "AROUND")}
-"""For each of `steps.STEPS`, which is also the name of a module, what it replaces, and how."""
+_PARTS = {"indexer": (INDEXER, "REPLACE"), "gather": (GATHER, "AROUND")}
+"""For each of `parts.PARTS`, which is also the name of a module, what it replaces, and how."""
 
 _registered: set[str] = set()
 """Targets for which this package has registered a hook. SGLang would call a second hook too."""
@@ -105,16 +105,16 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
 
     internals.check(version, runner)
     # it imports what was checked
-    from dsv4attn_sglang import attention, records, serving, steps
+    from dsv4attn_sglang import attention, parts, records, serving
 
-    targets, served_steps = serving.targets(runner.device), steps.chosen(steps.Device.here())
-    parts = {*served_steps, "records"} if records.are_asked_for() else served_steps
-    internals.check_functions(version, targets, parts)
-    chosen = serving.check(runner, served_steps)
+    targets, served_parts = serving.targets(runner.device), parts.chosen(parts.Device.here())
+    checked = {*served_parts, "records"} if records.are_asked_for() else served_parts
+    internals.check_functions(version, targets, checked)
+    chosen = serving.check(runner, served_parts)
     new_targets = _replace(targets, attention, "AROUND")
-    for step in filter(served_steps.__contains__, steps.STEPS):
-        of_step, kind = _STEPS[step]
-        new_targets += _replace(of_step, importlib.import_module(f"dsv4attn_sglang.{step}"), kind)
+    for part in filter(served_parts.__contains__, parts.PARTS):
+        of_part, kind = _PARTS[part]
+        new_targets += _replace(of_part, importlib.import_module(f"dsv4attn_sglang.{part}"), kind)
     if new_targets:
         way_out = f"set {GUARD.engine.switch}=0 for SGLang's own"
         text = "SGLang %s attends for DeepSeek-V4 on dsv4attn, by version %s of this wheel (%s)"

@@ -17,7 +17,7 @@ from attrs import evolve
 from dsv4attn_sglang import hooks, internals
 from dsv4attn_sglang.guard import RefusedError
 from dsv4attn_sglang.internals import NEEDED, RUNNER, TABLE
-from dsv4attn_sglang.steps import STEPS
+from dsv4attn_sglang.parts import PARTS
 from kit import case, runner_of
 
 from dsv4attn.integrations import engine_internals
@@ -34,7 +34,7 @@ def runner(kit: Any) -> Any:
 
 def test_the_installed_sglang_has_every_name(runner: Any) -> None:
     internals.check("0.5.23", runner)
-    internals.check_functions("0.5.23", hooks.SM120, STEPS)
+    internals.check_functions("0.5.23", hooks.SM120, PARTS)
     assert set(NEEDED) == set(hooks.SM120.values()) | set(hooks.XPU.values())
 
 

@@ -107,7 +107,7 @@ def test_a_block_that_came_from_elsewhere_is_unknown(steps: Steps) -> None:
     ("steps", "v41", "microbatches", "stages", "why"),
     [
         ({"indexer"}, True, False, 1, "unset for DeepSeek-V4.1"),
-        ({"compressor"}, False, False, 1, "DSV4ATTN_VLLM_STEPS=indexer,compressor"),
+        ({"compressor"}, False, False, 1, "DSV4ATTN_VLLM_PARTS=indexer,compressor"),
         ({"indexer"}, False, True, 1, "no microbatches"),
         ({"indexer"}, False, False, 2, "one pipeline stage"),
     ],
