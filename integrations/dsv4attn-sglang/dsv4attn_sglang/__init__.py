@@ -6,7 +6,8 @@ DeepSeek-V4.
 
     guard      which versions of SGLang are served, refusals, the log
     internals  the names of SGLang that this package relies on, and their check
-    hooks      what is replaced in SGLang, and when
+    functions  the functions of SGLang that are replaced
+    hooks      when they are replaced
     serving    whether dsv4attn can run a model's attention, before its first token
     attention  FlashMLA's two functions on dsv4attn
     parts      which parts around attention run on dsv4attn too

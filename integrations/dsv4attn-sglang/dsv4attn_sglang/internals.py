@@ -15,8 +15,8 @@ from attrs import frozen
 
 from dsv4attn.integrations import engine_internals
 from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored, Written
+from dsv4attn_sglang.functions import CUDA, SM120, XPU
 from dsv4attn_sglang.guard import GUARD
-from dsv4attn_sglang.hooks import CUDA, SM120, XPU
 
 __all__ = ["NEEDED", "RUNNER", "TABLE", "Hooked", "check", "check_functions", "parts_of"]
 

@@ -13,7 +13,7 @@ from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import explain
-from dsv4attn_sglang import attention, gather, hooks, indexer, parts, records
+from dsv4attn_sglang import attention, functions, gather, indexer, parts, records
 from dsv4attn_sglang.guard import LOG, RefusedError
 
 __all__ = ["bounds_of", "check", "targets"]
@@ -32,9 +32,9 @@ def targets(device: str) -> dict[str, str]:
     from sglang.srt.utils import is_cuda, is_hip, is_xpu
 
     if is_xpu():
-        return hooks.XPU
+        return functions.XPU
     if is_cuda():
-        return hooks.SM120 if get_platform().is_sm120 else hooks.CUDA
+        return functions.SM120 if get_platform().is_sm120 else functions.CUDA
     expected = "a GPU of NVIDIA or Intel: on others SGLang does not call FlashMLA's functions"
     actual = "ROCm" if is_hip() else device
     raise RefusedError("device", expected=expected, actual=actual, cure="use such a GPU")
