@@ -297,7 +297,7 @@ if find_spec("triton"):
     _reason = "" if INTERPRETED else "kernels are compiled here, and cannot run on the CPU"
 _off_cpu = pytest.mark.skipif(bool(_reason), reason=_reason)
 
-all_builder_ops = pytest.mark.parametrize("steps", ["torch", pytest.param("triton", marks=_off_cpu)])
+all_builder_ops = pytest.mark.parametrize("builder_ops", ["torch", pytest.param("triton", marks=_off_cpu)])
 
 
 PROMPT_TOKENS = 21

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from attrs import field, frozen
 
-__all__ = ["ENGINES", "SGLANG", "VLLM", "Engine", "Guard", "OnceLog", "RefusedError", "steps_named"]
+__all__ = ["ENGINES", "SGLANG", "VLLM", "Engine", "Guard", "OnceLog", "RefusedError", "parts_named"]
 
 
 @frozen
@@ -196,19 +196,19 @@ class Guard:
         return default if not text else text == "1"
 
 
-def steps_named(variable: str, steps: Sequence[str], refused: type[RefusedError]) -> frozenset[str] | None:
-    """The steps that an environment variable names with commas between them; None for `auto`, and where it is unset.
+def parts_named(variable: str, parts: Sequence[str], refused: type[RefusedError]) -> frozenset[str] | None:
+    """The parts that an environment variable names with commas between them; None for `auto`, and where it is unset.
 
-    Raises RefusedError for any other word than steps, `auto`, `all` and `none`.
+    Raises RefusedError for any other word than parts, `auto`, `all` and `none`.
     """
     words = words_of(variable)
-    for whole, value in (([], None), (["auto"], None), (["all"], frozenset(steps)), (["none"], frozenset())):
+    for whole, value in (([], None), (["auto"], None), (["all"], frozenset(parts)), (["none"], frozenset())):
         if words == whole:
             return value
     for word in words:
-        if word not in steps:
-            near = get_close_matches(word, steps, 1)
-            expected = f"auto, all, none, or some of {', '.join(steps)}"
+        if word not in parts:
+            near = get_close_matches(word, parts, 1)
+            expected = f"auto, all, none, or some of {', '.join(parts)}"
             cure = f"write {near[0]}" if near else "correct it"
             raise refused(f"environment variable {variable}", expected=expected, actual=repr(word), cure=cure)
     return frozenset(words)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dsv4attn.config import Knob, register_variables
 from dsv4attn.integrations.engines import ENGINES, SGLANG, VLLM
 
-__all__ = ["SGLANG_STEPS", "TRANSFORMERS", "TRANSFORMERS_ANY_VERSION", "VLLM_ENTRIES", "VLLM_STEPS"]
+__all__ = ["SGLANG_PARTS", "TRANSFORMERS", "TRANSFORMERS_ANY_VERSION", "VLLM_ENTRIES", "VLLM_PARTS"]
 
 TRANSFORMERS = "DSV4ATTN_TRANSFORMERS"
 TRANSFORMERS_ANY_VERSION = f"{TRANSFORMERS}_ANY_VERSION"
-VLLM_STEPS = f"{VLLM.prefix}_STEPS"
+VLLM_PARTS = f"{VLLM.prefix}_PARTS"
 VLLM_ENTRIES = f"{VLLM.prefix}_ENTRIES"
-SGLANG_STEPS = f"{SGLANG.prefix}_STEPS"
+SGLANG_PARTS = f"{SGLANG.prefix}_PARTS"
 _FLAG = "`0` or `1`"
 
 register_variables(
@@ -49,10 +49,10 @@ for _engine in ENGINES:
 register_variables(
     VLLM.prefix,
     {
-        VLLM_STEPS: Knob(
+        VLLM_PARTS: Knob(
             "auto",
             "`auto`, `all`, `none`, or some of `indexer,compressor,projection,mhc`",
-            f"steps around attention that `{VLLM.wheel}` runs",
+            f"parts around attention that `{VLLM.wheel}` runs",
         ),
         VLLM_ENTRIES: Knob(
             "unset", "a folder", f"`{VLLM.wheel}` writes there, for each request, the entries that its tokens selected"
@@ -62,10 +62,10 @@ register_variables(
 register_variables(
     SGLANG.prefix,
     {
-        SGLANG_STEPS: Knob(
+        SGLANG_PARTS: Knob(
             "auto",
             "`auto`, `all`, `none`, or some of `indexer,gather`",
-            f"steps around attention that `{SGLANG.wheel}` runs",
+            f"parts around attention that `{SGLANG.wheel}` runs",
         )
     },
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4attn.integrations import engines
-from dsv4attn.integrations.engines import ENGINES, SGLANG, VLLM, Engine, Guard, OnceLog, RefusedError, steps_named
+from dsv4attn.integrations.engines import ENGINES, SGLANG, VLLM, Engine, Guard, OnceLog, RefusedError, parts_named
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,7 +127,7 @@ def test_missing_names_are_refused_together(guard: Guard) -> None:
 def test_words_of_a_variable(monkeypatch: pytest.MonkeyPatch, text: str, steps: set[str] | None) -> None:
     monkeypatch.setenv("STEPS", text)
 
-    assert steps_named("STEPS", ("one", "two"), RefusedError) == steps
+    assert parts_named("STEPS", ("one", "two"), RefusedError) == steps
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_another_word_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, text: 
     monkeypatch.setenv("STEPS", text)
 
     with pytest.raises(RefusedError, match="environment variable STEPS: ") as caught:
-        steps_named("STEPS", ("one", "two"), guard_of(VLLM).refused)
+        parts_named("STEPS", ("one", "two"), guard_of(VLLM).refused)
     assert said in str(caught.value)
 
 

@@ -81,7 +81,7 @@ class MetadataBuilder:
     caches; without them only negative blocks are errors, and blocks past a cache are absent.
     validate: read and check tensor values; by default on the CPU only, where that costs no synchronisation.
     short_prefills: see `split_decodes_and_prefills`. backend: its index kernels, if it has any, compute the metadata
-    without an allocation on the device, and its metadata extension is applied. steps: replaces those kernels.
+    without an allocation on the device, and its metadata extension is applied. builder_ops: replaces those kernels.
     state_block_sizes: records per block of the state caches of each kind. num_state_blocks: sizes of these caches.
     device: where the metadata lie.
     """
@@ -99,7 +99,7 @@ class MetadataBuilder:
         validate: bool | None = None,
         short_prefills: bool = False,
         backend: Backend | None = None,
-        steps: BuilderOps | None = None,
+        builder_ops: BuilderOps | None = None,
         state_block_sizes: Mapping[LayerKind, int] = STATE_BLOCK_SIZES,
         num_state_blocks: Mapping[LayerKind, int] | None = None,
     ) -> None:
@@ -111,10 +111,10 @@ class MetadataBuilder:
         self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
         if backend is not None:
             check_is_backend(backend)
-        self.builder_ops = steps or (backend and backend.builder_ops) or BuilderOps()
+        self.builder_ops = builder_ops or (backend and backend.builder_ops) or BuilderOps()
         if not isinstance(cast("object", self.builder_ops), BuilderOps):
             hint = "pass evolve(BuilderOps(), ...), or None"
-            raise ArgumentError("steps", expected="BuilderOps", actual=type(self.builder_ops).__name__, hint=hint)
+            raise ArgumentError("builder_ops", expected="BuilderOps", actual=type(self.builder_ops).__name__, hint=hint)
         with torch.inference_mode(False):  # as `_buffer`
             extension = backend.metadata_extension(geometry, limits, self.device) if backend else None
         self._extension: MetadataExtension[DeepseekSparseSWAMetadata, FlashMLASparseMetadata] | None = extension

@@ -19,8 +19,8 @@ __all__ = ["PrefixHits", "check_hits", "hits_of"]
 class PrefixHits:
     """Takes the slots of tokens below the end of a prefix hit away, in buffers whose addresses never change.
 
-    steps: index arithmetic of the builder. layers: those whose states may be a ring. buffer: makes a buffer of a dtype
-    with an element for each token of the largest step.
+    builder_ops: index arithmetic of the builder. layers: those whose states may be a ring. buffer: makes a buffer of a
+    dtype with an element for each token of the largest step.
     """
 
     def __init__(

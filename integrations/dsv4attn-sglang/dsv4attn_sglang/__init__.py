@@ -6,10 +6,11 @@ DeepSeek-V4.
 
     guard      which versions of SGLang are served, refusals, the log
     internals  the names of SGLang that this package relies on, and their check
-    hooks      what is replaced in SGLang, and when
+    functions  the functions of SGLang that are replaced
+    hooks      when they are replaced
     serving    whether dsv4attn can run a model's attention, before its first token
     attention  FlashMLA's two functions on dsv4attn
-    steps      which steps around attention run on dsv4attn too
+    parts      which parts around attention run on dsv4attn too
     indexer    SGLang's indexer without DeepGEMM
     gather     the keys of a prompt, on GPUs on which SGLang cannot read them
     records    V4.1's own records on Hopper

@@ -5,7 +5,7 @@
 2. A scheduler is made: a hook on the function that builds attention. The scheduler imports its module anyway. If
    V4.1's own records are asked for by name, also one on the function that chooses records, before pools are made.
 3. Attention of DeepSeek-V4 is built: the model and the backends are checked, then FlashMLA's functions are replaced,
-   and what `steps` asks for. SGLang binds one of the functions in the constructor of its
+   and what `parts` asks for. SGLang binds one of the functions in the constructor of its
    attention, so this happens before. Models of other kinds never come here, and for them nothing is replaced.
 """
 
@@ -19,37 +19,18 @@ from types import ModuleType
 from typing import Any
 
 from dsv4attn_sglang import __version__
+from dsv4attn_sglang.functions import GATHER, INDEXER
 from dsv4attn_sglang.guard import GUARD, LOG, RefusedError
 
-__all__ = ["ATTENTION", "CUDA", "GATHER", "INDEXER", "RECORDS", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
+__all__ = ["ATTENTION", "RECORDS", "SCHEDULER", "watch_scheduler"]
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 ATTENTION = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
 
-_OPS = "sglang.kernels.ops.attention"
-CUDA = {
-    f"{_OPS}.flash_mla_interface.flash_mla_with_kvcache": "flash_mla_with_kvcache",
-    f"{_OPS}.flash_mla_interface.flash_mla_sparse_fwd": "flash_mla_sparse_fwd",
-}
-"""Functions of SGLang on NVIDIA's GPUs, and the names in `attention` of those that replace them."""
-SM120 = {**CUDA, f"{_OPS}.flash_mla_sm120.flash_mla_with_kvcache_sm120": "flash_mla_with_kvcache"}
-"""On sm_120 SGLang has a function of its own for decode and prefill."""
-XPU = {
-    "sgl_kernel.flash_mla_with_kvcache": "flash_mla_with_kvcache",
-    "sgl_kernel.flash_mla_sparse_fwd": "flash_mla_sparse_fwd",
-}
-"""On Intel's GPUs the functions have the same names and arguments."""
-INDEXER = {
-    "sglang.srt.layers.attention.dsv4.metadata.PagedIndexerMetadata.__post_init__": "plan_selection",
-    "sglang.srt.layers.attention.dsv4.indexer.C4IndexerBackendMixin.forward_c4_indexer": "forward_c4_indexer",
-}
-"""Methods of SGLang's indexer, and the names in `indexer` of the functions that replace them."""
-GATHER = {f"{_OPS}.dsv4.dequant_k_cache.dequantize_k_cache_paged_dsv4": "dequantize_k_cache_paged_dsv4"}
-"""The function that gathers the keys of a prompt, and its name in `gather`."""
 RECORDS = "sglang.srt.mem_cache.deepseek_v4_memory_pool.select_dsv4_kv_layout"
 """The function that chooses the records of caches, which the plan of their memory follows."""
-_STEPS = {"indexer": (INDEXER, "REPLACE"), "gather": (GATHER, "AROUND")}
-"""For each of `steps.STEPS`, which is also the name of a module, what it replaces, and how."""
+_PARTS = {"indexer": (INDEXER, "REPLACE"), "gather": (GATHER, "AROUND")}
+"""For each of `parts.PARTS`, which is also the name of a module, what it replaces, and how."""
 
 _registered: set[str] = set()
 """Targets for which this package has registered a hook. SGLang would call a second hook too."""
@@ -105,16 +86,16 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
 
     internals.check(version, runner)
     # it imports what was checked
-    from dsv4attn_sglang import attention, records, serving, steps
+    from dsv4attn_sglang import attention, parts, records, serving
 
-    targets, served_steps = serving.targets(runner.device), steps.chosen(steps.Device.here())
-    parts = {*served_steps, "records"} if records.are_asked_for() else served_steps
-    internals.check_functions(version, targets, parts)
-    chosen = serving.check(runner, served_steps)
+    targets, served_parts = serving.targets(runner.device), parts.chosen(parts.Device.here())
+    checked = {*served_parts, "records"} if records.are_asked_for() else served_parts
+    internals.check_functions(version, targets, checked)
+    chosen = serving.check(runner, served_parts)
     new_targets = _replace(targets, attention, "AROUND")
-    for step in filter(served_steps.__contains__, steps.STEPS):
-        of_step, kind = _STEPS[step]
-        new_targets += _replace(of_step, importlib.import_module(f"dsv4attn_sglang.{step}"), kind)
+    for part in filter(served_parts.__contains__, parts.PARTS):
+        of_part, kind = _PARTS[part]
+        new_targets += _replace(of_part, importlib.import_module(f"dsv4attn_sglang.{part}"), kind)
     if new_targets:
         way_out = f"set {GUARD.engine.switch}=0 for SGLang's own"
         text = "SGLang %s attends for DeepSeek-V4 on dsv4attn, by version %s of this wheel (%s)"

@@ -15,8 +15,8 @@ from attrs import frozen
 
 from dsv4attn.integrations import engine_internals
 from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored, Written
+from dsv4attn_sglang.functions import CUDA, SM120, XPU
 from dsv4attn_sglang.guard import GUARD
-from dsv4attn_sglang.hooks import CUDA, SM120, XPU
 
 __all__ = ["NEEDED", "RUNNER", "TABLE", "Hooked", "check", "check_functions", "parts_of"]
 
@@ -170,7 +170,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
     ),
 }
 """What each part of this package needs: all devices, the runner of a model, the functions replaced on a device, and
-the steps of `steps`."""
+the parts of `parts`."""
 
 
 def parts_of(version: str) -> tuple[str, ...]:
@@ -190,13 +190,13 @@ def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRu
     GUARD.refuse_missing(version, [*engine_internals.lacking(TABLE["all"], "sglang"), *_of_runner(runner)])
 
 
-def check_functions(version: str, targets: Mapping[str, str], steps: Iterable[str] = ()) -> None:
-    """Raise RefusedError for functions that cannot be replaced. targets: see `serving.targets`. steps: parts of TABLE.
+def check_functions(version: str, targets: Mapping[str, str], parts: Iterable[str] = ()) -> None:
+    """Raise RefusedError for functions that cannot be replaced. targets: see `serving.targets`. parts: of TABLE.
 
-    Those of `steps`, and "records".
+    Those of `parts`, and "records".
     """
-    of_steps = [entry for step in sorted(steps) for entry in TABLE[step]]
-    GUARD.refuse_missing(version, engine_internals.lacking([*Hooked.of(targets), *of_steps], "sglang"))
+    of_parts = [entry for part in sorted(parts) for entry in TABLE[part]]
+    GUARD.refuse_missing(version, engine_internals.lacking([*Hooked.of(targets), *of_parts], "sglang"))
 
 
 def _of_runner(runner: Any) -> Iterator[str]:  # noqa: ANN401

@@ -13,7 +13,7 @@ from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import explain
-from dsv4attn_sglang import attention, gather, hooks, indexer, records, steps
+from dsv4attn_sglang import attention, functions, gather, indexer, parts, records
 from dsv4attn_sglang.guard import LOG, RefusedError
 
 __all__ = ["bounds_of", "check", "targets"]
@@ -32,18 +32,18 @@ def targets(device: str) -> dict[str, str]:
     from sglang.srt.utils import is_cuda, is_hip, is_xpu
 
     if is_xpu():
-        return hooks.XPU
+        return functions.XPU
     if is_cuda():
-        return hooks.SM120 if get_platform().is_sm120 else hooks.CUDA
+        return functions.SM120 if get_platform().is_sm120 else functions.CUDA
     expected = "a GPU of NVIDIA or Intel: on others SGLang does not call FlashMLA's functions"
     actual = "ROCm" if is_hip() else device
     raise RefusedError("device", expected=expected, actual=actual, cure="use such a GPU")
 
 
-def check(runner: Any, served_steps: Collection[str] = ()) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
+def check(runner: Any, served_parts: Collection[str] = ()) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
     """Check options, caches and backends of a model. A line for each phase: which backend runs it, and why.
 
-    runner: SGLang's ModelRunner with its caches in place. served_steps: of `steps`, those that run on dsv4attn; a line
+    runner: SGLang's ModelRunner with its caches in place. served_parts: of `parts`, those that run on dsv4attn; a line
     for each of them. Raises RefusedError for what dsv4attn does not serve in SGLang; NoBackendError, with all reasons,
     if no backend, or not the one that was asked for, can run a call.
     """
@@ -52,40 +52,40 @@ def check(runner: Any, served_steps: Collection[str] = ()) -> list[str]:  # noqa
     _check_experts(runner)
     _check_options()
     _check_caches(runner.token_to_kv_pool)
-    if steps.INDEXER in served_steps:
-        steps.check(runner)
+    if parts.INDEXER in served_parts:
+        parts.check(runner)
     device, heads = torch.empty(0, device=runner.device, dtype=torch.float32).device, _heads(runner)
     facts = (heads, torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
     lines: dict[str, list[str]] = {}
-    of_steps: list[str] = []
+    of_parts: list[str] = []
     backends: list[Backend] = []
     for phase, layers, sizes, layouts in _calls(runner):
         # what the calls themselves ask: it raises, and loads the backend
         kind = CallKind(phase, *facts, sizes, layouts)
         backend, _ = plan(kind, device, None)
         backends += [backend] * (backend not in backends)
-        if layers == "c4a" and steps.INDEXER in served_steps:
+        if layers == "c4a" and parts.INDEXER in served_parts:
             indexer.serve(runner.token_to_kv_pool, backend)
-            of_steps.append(f"indexer: scores and selection of {backend.name} ({steps.VARIABLE})")
-        if kind.phase is Phase.PREFILL and steps.GATHER in served_steps:
+            of_parts.append(f"indexer: scores and selection of {backend.name} ({parts.VARIABLE})")
+        if kind.phase is Phase.PREFILL and parts.GATHER in served_parts:
             gather.serve(device, backend)
-            of_steps.append(f"gather: keys of prompts by {backend.name} ({steps.VARIABLE})")
+            of_parts.append(f"gather: keys of prompts by {backend.name} ({parts.VARIABLE})")
         chosen = explain(kind.problem, device=device)
         lines.setdefault(f"{phase.value}, {heads} heads: {chosen.verdict} ({chosen.request.source})", []).append(layers)
     if device.type != "cpu":
-        _compile(runner, backends, served_steps, device)
-    return [*(f"{line}; {', '.join(layers)}" for line, layers in lines.items()), *of_steps]
+        _compile(runner, backends, served_parts, device)
+    return [*(f"{line}; {', '.join(layers)}" for line, layers in lines.items()), *of_parts]
 
 
 def _compile(
     runner: Any,  # noqa: ANN401 - SGLang's ModelRunner
     backends: Sequence[Backend],
-    served_steps: Collection[str],
+    served_parts: Collection[str],
     device: torch.device,
 ) -> None:
     """Compile all kernels before the first request. The log of dsv4attn says how many were in Triton's cache."""
     try:
-        bounds = bounds_of(runner, served_steps)
+        bounds = bounds_of(runner, served_parts)
     except Dsv4AttnError as error:
         LOG.warning("kernels are compiled when they run first, because this model's sizes are not known: %s", error)
         return
@@ -93,7 +93,7 @@ def _compile(
         backend.warmup(bounds, device)
 
 
-def bounds_of(runner: Any, served_steps: Collection[str]) -> WarmupSpec:  # noqa: ANN401 - as above
+def bounds_of(runner: Any, served_parts: Collection[str]) -> WarmupSpec:  # noqa: ANN401 - as above
     """What is compiled ahead. Raises Dsv4AttnError for a configuration that `ModelGeometry` does not read."""
     pool, config = runner.token_to_kv_pool, runner.model_config
     model = ModelGeometry.from_config(config.hf_text_config, name="the model")
@@ -105,8 +105,8 @@ def bounds_of(runner: Any, served_steps: Collection[str]) -> WarmupSpec:  # noqa
         compressed=records.LAYOUTS[pool.compressed_kv_layout(ratios[0]).value] if ratios else None,
         swa_block_size=pool.get_swa_key_page_size(),
         lse=True,
-        layer_steps=steps.INDEXER in served_steps,
-        parts=("selection",) if steps.INDEXER in served_steps else (),
+        layer_steps=parts.INDEXER in served_parts,
+        parts=("selection",) if parts.INDEXER in served_parts else (),
     )
 
 

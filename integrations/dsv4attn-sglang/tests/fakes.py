@@ -113,9 +113,9 @@ def on_cuda(put: Callable[[Any, str, Any], None], sm: int = 90, *, deep_gemm: bo
     put(sglang.srt.utils.common, "get_device_sm", lambda: sm)
     if importlib.util.find_spec("dsv4attn_sglang") is not None:
         # it is not in the process of a test that uninstalls it
-        from dsv4attn_sglang import steps
+        from dsv4attn_sglang import parts
 
-        put(steps, "find_spec", lambda name: deep_gemm or None)
+        put(parts, "find_spec", lambda name: deep_gemm or None)
     for module in (deepseek_v4_backend, compressor_v2):
         put(module, "create_paged_compressor_data", lambda **arguments: None)
     put(PagedIndexerMetadata, "__post_init__", lambda self: None)

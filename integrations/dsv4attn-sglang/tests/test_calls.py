@@ -14,7 +14,7 @@ from typing import Any
 import fakes
 import pytest
 import torch
-from dsv4attn_sglang import attention, hooks, serving
+from dsv4attn_sglang import attention, functions, hooks, serving
 from dsv4attn_sglang.guard import RefusedError
 from kit import case
 from torch import Tensor
@@ -237,7 +237,7 @@ def test_on_intels_gpus_the_functions_of_sgl_kernel_are_replaced(
     module("sgl_kernel", flash_mla_with_kvcache=theirs, flash_mla_sparse_fwd=lambda **arguments: theirs())
     monkeypatch.setattr(sglang.srt.utils, "is_xpu", lambda: True)
     monkeypatch.setattr(deepseek_v4_backend, "_is_xpu", True)
-    assert serving.targets("xpu") == hooks.XPU
+    assert serving.targets("xpu") == functions.XPU
 
     for mode, extends in (("DECODE", ()), ("EXTEND", (7,))):
         kit.run_dsv4_attention_case(unittest.TestCase(), case("xpu", mode, (140,), extends), device="cpu")
@@ -257,7 +257,7 @@ def test_on_sm_120_sglangs_function_of_its_own_is_replaced_too(kit: Any, monkeyp
 
     monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", counting)
     with override_platform(is_sm120=True):
-        assert serving.targets("cuda") == hooks.SM120
+        assert serving.targets("cuda") == functions.SM120
         for mode, extends in (("DECODE", ()), ("EXTEND", (7,))):
             kit.run_dsv4_attention_case(unittest.TestCase(), case("sm120", mode, (140,), extends), device="cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dsv4attn_sglang import gather, serving, steps
+from dsv4attn_sglang import gather, parts, serving
 from kit import case, runner_of
 from test_plugin import run
 from torch import Tensor
@@ -19,8 +19,8 @@ PAGES = 5
 def pages(kit: Any, backend: str, request: pytest.FixtureRequest) -> tuple[Tensor, int]:
     """Pages of a pool of SGLang with every byte set, and how many records a page has; gathered by a backend."""
     runner = runner_of(case("prompt", "EXTEND", (5,), (3,)), (0, 4, 128))
-    said = serving.check(runner, {steps.GATHER})
-    assert said[-1] == f"gather: keys of prompts by {backend} (DSV4ATTN_SGLANG_STEPS)"
+    said = serving.check(runner, {parts.GATHER})
+    assert said[-1] == f"gather: keys of prompts by {backend} (DSV4ATTN_SGLANG_PARTS)"
     pool, ratio = runner.token_to_kv_pool, request.param
     buffer = pool.get_extra_key_buffer({4: 1, 128: 2}[ratio]) if ratio else pool.get_swa_key_buffer_radix(0)
     size = 256 // max(ratio, 1)

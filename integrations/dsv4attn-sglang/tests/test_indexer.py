@@ -17,7 +17,7 @@ import fakes
 import pytest
 import torch
 from attrs import define
-from dsv4attn_sglang import indexer, serving, steps
+from dsv4attn_sglang import indexer, parts, serving
 from kit import case, runner_of
 from torch import Tensor
 
@@ -109,7 +109,7 @@ def step(older: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> Callable[
         runner = runner_of(kit_case, (4,), max_context_len=context, swa_size=pages * 256)
         attention = older.ATTENTION_BACKENDS["dsv4"](runner)
         pool = runner.token_to_kv_pool
-        assert serving.check(runner, {steps.INDEXER})[-1].startswith(f"indexer: scores and selection of {backend} (")
+        assert serving.check(runner, {parts.INDEXER})[-1].startswith(f"indexer: scores and selection of {backend} (")
         codes = torch.randint(-2, 3, (pages, PAGE, 128)).float().to(FP8)
         keys = index_keys(pages, codes, 0.5 + torch.rand(pages, PAGE))
         buffers = pool._indexer_pool(4).index_k_with_scale_buffer

@@ -14,10 +14,10 @@ from typing import Any
 import dsv4attn_sglang
 import pytest
 from attrs import evolve
-from dsv4attn_sglang import hooks, internals
+from dsv4attn_sglang import functions, hooks, internals
 from dsv4attn_sglang.guard import RefusedError
 from dsv4attn_sglang.internals import NEEDED, RUNNER, TABLE
-from dsv4attn_sglang.steps import STEPS
+from dsv4attn_sglang.parts import PARTS
 from kit import case, runner_of
 
 from dsv4attn.integrations import engine_internals
@@ -34,8 +34,8 @@ def runner(kit: Any) -> Any:
 
 def test_the_installed_sglang_has_every_name(runner: Any) -> None:
     internals.check("0.5.23", runner)
-    internals.check_functions("0.5.23", hooks.SM120, STEPS)
-    assert set(NEEDED) == set(hooks.SM120.values()) | set(hooks.XPU.values())
+    internals.check_functions("0.5.23", functions.SM120, PARTS)
+    assert set(NEEDED) == set(functions.SM120.values()) | set(functions.XPU.values())
 
 
 @pytest.mark.parametrize("group", ["all", "indexer"])
@@ -93,7 +93,7 @@ def test_functions_of_other_arguments_are_refused_by_name(kit: Any, monkeypatch:
     monkeypatch.delattr(flash_mla_interface, "flash_mla_with_kvcache")
 
     with pytest.raises(RefusedError) as caught:
-        internals.check_functions("0.5.99", hooks.CUDA)
+        internals.check_functions("0.5.99", functions.CUDA)
 
     module = flash_mla_interface.__name__
     assert f"got {module}.flash_mla_with_kvcache is not there; " in str(caught.value)

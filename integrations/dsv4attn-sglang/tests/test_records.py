@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import test_attention
 import torch
-from dsv4attn_sglang import attention, gather, hooks, records, serving, steps
+from dsv4attn_sglang import attention, gather, hooks, parts, records, serving
 from dsv4attn_sglang.guard import RefusedError
 from kit import case, runner_of
 from test_attention import TEST, Calls
@@ -157,13 +157,13 @@ def test_the_oracle_sees_keys_of_other_records(kit: Any, calls: Calls, monkeypat
 
 
 def test_a_model_says_who_reads_which_records(kit: Any, backend: str) -> None:
-    lines = serving.check(model(), steps.chosen(steps.Device.here()))
+    lines = serving.check(model(), parts.chosen(parts.Device.here()))
 
     said = f"heads: {backend}: asked for by name (environment variable DSV4ATTN_BACKEND)"
     assert lines == [
         f"decode, 64 {said}; swa, c1a, c2a",
         f"prefill, 64 {said}; up to 640 of the gathered rows",
-        f"gather: keys of prompts by {backend} (DSV4ATTN_SGLANG_STEPS)",
+        f"gather: keys of prompts by {backend} (DSV4ATTN_SGLANG_PARTS)",
     ]
 
 
@@ -245,7 +245,7 @@ def test_gathered_rows_are_those_of_sglangs_reference(kit: Any, backend: str, ra
     from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
 
     runner, pages = model(), 5
-    serving.check(runner, {steps.GATHER})
+    serving.check(runner, {parts.GATHER})
     pool, size = runner.token_to_kv_pool, 256 // max(ratio, 1)
     layout = pool.get_extra_key_layout(ratio) if ratio else pool.get_swa_key_layout()
     buffer = pool.get_extra_key_buffer(ratio) if ratio else pool.get_swa_key_buffer_radix(0)
@@ -277,10 +277,10 @@ def test_sglangs_kernel_reads_them_on_sm_100_alone(kit: Any, monkeypatch: pytest
 def test_other_layers_steps_and_arrangements_are_refused(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RefusedError, match=r"v41_new: expected layers of DeepSeek-V4.1, .* got ratios \[4, 128\] ->"):
         serving.check(runner_of(case("decode", "DECODE", (5,))))
-    monkeypatch.setenv(steps.VARIABLE, "none")
+    monkeypatch.setenv(parts.VARIABLE, "none")
     model()
     with pytest.raises(RefusedError, match="expected gather, which SGLang's own kernels cannot do on this GPU, got no"):
-        steps.chosen(steps.Device.here())
+        parts.chosen(parts.Device.here())
 
 
 def test_on_sm_100_they_stay_sglangs_own(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

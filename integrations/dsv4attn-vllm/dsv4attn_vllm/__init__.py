@@ -14,7 +14,7 @@ a model.
     serving       the backend, limits and layouts of a model
     entries       files with the entries that tokens selected
     records       V4.1's own records on GPUs for which vLLM widens them
-    steps         which steps around attention run on dsv4attn: compressor, indexer (with index_metadata), projection
+    parts         which parts around attention run on dsv4attn: compressor, indexer (with index_metadata), projection
                   and hyper_connections are named after them
 """
 

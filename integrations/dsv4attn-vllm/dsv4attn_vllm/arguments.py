@@ -14,7 +14,7 @@ from functools import wraps
 from multiprocessing import parent_process
 from typing import Any
 
-from dsv4attn.integrations.variables import VLLM_STEPS
+from dsv4attn.integrations.variables import VLLM_PARTS
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 
 __all__ = [
@@ -80,7 +80,7 @@ def share_request(vllm_config: Any) -> None:  # noqa: ANN401 - as above
 
 def log_unused() -> None:
     """Say that this package is installed and not asked for. A warning if the user has chosen something for it."""
-    without_effect = [name for name in ("DSV4ATTN_BACKEND", VLLM_STEPS) if os.environ.get(name, "").strip()]
+    without_effect = [name for name in ("DSV4ATTN_BACKEND", VLLM_PARTS) if os.environ.get(name, "").strip()]
     text = (
         "installed, but not asked for: vLLM's own attention runs DeepSeek-V4 on this device; --attention-backend %s or "
         "%s=1 asks for dsv4attn"

@@ -30,7 +30,7 @@ from dsv4attn_vllm.entries import recorder_of
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 from dsv4attn_vllm.indexer import (
     IndexCache,
-    IndexerSteps,
+    IndexerParts,
     V41IndexCache,
     V41Indexer,
     check_selector,
@@ -38,10 +38,10 @@ from dsv4attn_vllm.indexer import (
     indexer_globals,
 )
 from dsv4attn_vllm.metadata import Backend, SWABackend, V41Backend, V41SWABackend
+from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, register_remaining, without_warmup
 from dsv4attn_vllm.records import V41IndexPages, v41_records
 from dsv4attn_vllm.replacements import original
 from dsv4attn_vllm.serving import serving_of
-from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, register_remaining, without_warmup
 
 if TYPE_CHECKING:
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention as _Layer
@@ -55,7 +55,7 @@ __all__ = ["Dsv4Attention", "Dsv41Attention", "insert_context_kv"]
 class Dsv4Attention(_Layer):
     """Goes before vLLM's class of a platform among the bases of that platform's layer.
 
-    Projections before attention stay vLLM's; compressor and indexer run where `steps` says. The constructor
+    Projections before attention stay vLLM's; compressor and indexer run where `parts` says. The constructor
     refuses what cannot be served.
     """
 
@@ -74,8 +74,8 @@ class Dsv4Attention(_Layer):
                 GUARD.engine.switch,
             )
         self._serving = serving
-        names = indexer_globals() if INDEXER in serving.steps and not self.is_v41 else nullcontext()
-        with without_warmup(vllm_config, serving.steps) as others_remain, names:
+        names = indexer_globals() if INDEXER in serving.parts and not self.is_v41 else nullcontext()
+        with without_warmup(vllm_config, serving.parts) as others_remain, names:
             super().__init__(vllm_config, *args, **kwargs)
         if others_remain:
             register_remaining(self, vllm_config)
@@ -86,23 +86,23 @@ class Dsv4Attention(_Layer):
         indexer = self.indexer
         self._recorder = None if indexer is None else recorder_of(vllm_config, self.prefix, indexer.topk_tokens)
         self._keep_wo_a()
-        self._put_steps()
+        self._put_parts()
         serving.start_compiling()
 
-    # ---------------------------------------------------------------- steps around attention, see `steps`
+    # ---------------------------------------------------------------- parts around attention, see `parts`
 
     def _get_indexer_cls(self, vllm_config: Any) -> Any:  # noqa: ANN401 - a class of vLLM's
         engine_class = super()._get_indexer_cls(vllm_config)
-        return indexer_class(engine_class) if INDEXER in serving_of(vllm_config).steps else engine_class
+        return indexer_class(engine_class) if INDEXER in serving_of(vllm_config).parts else engine_class
 
-    def _put_steps(self) -> None:
+    def _put_parts(self) -> None:
         """Turn compressors, and an indexer whose class vLLM's layer for CPUs has changed, into those of dsv4attn."""
-        indexer, steps = self.indexer, self._serving.steps
-        if INDEXER in steps and indexer is not None and not isinstance(indexer, IndexerSteps):
+        indexer, parts = self.indexer, self._serving.parts
+        if INDEXER in parts and indexer is not None and not isinstance(indexer, IndexerParts):
             indexer.__class__, indexer.k_cache.__class__ = indexer_class(DeepseekV4Indexer), IndexCache
-        if INDEXER in steps and indexer is not None:
+        if INDEXER in parts and indexer is not None:
             check_selector(self.prefix, indexer)
-        if COMPRESSOR in steps:
+        if COMPRESSOR in parts:
             for compressor in self._compressors():
                 adopt(compressor, self._serving)
 
@@ -345,22 +345,22 @@ class Dsv41Attention(Dsv4Attention, _V41Layer):
                 expected, cure = f"records of {layout.record_bytes} bytes", "install a version of vLLM that was tested"
                 raise RefusedError(f"{self.prefix}: {cache} cache", expected=expected, actual=actual, cure=cure)
 
-    # ---------------------------------------------------------------- steps around attention, see `steps`
+    # ---------------------------------------------------------------- parts around attention, see `parts`
 
     def _indexer_cls(self, k_cache: Any) -> Any:  # noqa: ANN401 - a cache and a class of vLLM's
-        if INDEXER in self._serving.steps:
+        if INDEXER in self._serving.parts:
             k_cache.__class__ = V41IndexCache
             return V41Indexer
         if self._serving.is_fp4:
             k_cache.__class__ = V41IndexPages
         return super()._indexer_cls(k_cache)
 
-    def _put_steps(self) -> None:
-        if INDEXER in self._serving.steps and self.indexer is not None:
+    def _put_parts(self) -> None:
+        if INDEXER in self._serving.parts and self.indexer is not None:
             check_selector(self.prefix, self.indexer)
         if self.compressor is None:
             return
-        if COMPRESSOR in self._serving.steps:
+        if COMPRESSOR in self._serving.parts:
             adopt(self.compressor, self._serving)
         elif self._serving.inserts_entries:
             adopt_insert(self.compressor, self._serving)

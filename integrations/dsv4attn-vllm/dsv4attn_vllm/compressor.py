@@ -1,4 +1,4 @@
-"""vLLM's compressors with their steps on dsv4attn: states of tokens, and the entries that they complete."""
+"""vLLM's compressors with their parts on dsv4attn: states of tokens, and the entries that they complete."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ class Compressor(OnDsv4attn, DeepseekCompressor):
         if not isinstance(metadata, dict):
             # vLLM measures memory
             return
-        steps, states = self._serving.layer_ops, self._bound_states(self.state_cache.kv_cache, width)
+        ops, states = self._serving.layer_ops, self._bound_states(self.state_cache.kv_cache, width)
         state = metadata[self.state_cache.prefix]
         kv, score = kv_score.split(width, -1)
-        steps.save_partial_states(kv, score, self.ape, positions, states, state.slot_mapping)
+        ops.save_partial_states(kv, score, self.ape, positions, states, state.slot_mapping)
         if self.compress_ratio == _LONG and state.c128_boundary is False and not is_capturing(positions.device):
             return
-        steps.compress_norm_rope_store(
+        ops.compress_norm_rope_store(
             StatePages(states, state.block_table),
             state.token_to_req_indices,
             positions,
@@ -151,18 +151,18 @@ class V41Compressor(V41Insert):
         by_prefix = get_forward_context().attn_metadata
         if not isinstance(by_prefix, dict):
             return None
-        steps = self._serving.layer_ops
+        ops = self._serving.layer_ops
         self._norm_fp32 = in_fp32(self.norm.weight, self._norm_fp32)
         weight, eps = self._norm_fp32, self.rms_norm_eps
         if self.state_cache is None:
             requests = by_prefix[self.k_cache_prefix].dsv4attn.req_id_per_token
             tokens = len(requests)
-            return steps.compress_latents(kv_score[:tokens], None, positions[:tokens], requests, weight, eps, ratio)
+            return ops.compress_latents(kv_score[:tokens], None, positions[:tokens], requests, weight, eps, ratio)
         state = by_prefix[self.state_cache.prefix]
         tokens = len(state.requests)
         kv, score = kv_score[:tokens].split(self.head_dim, -1)
         rings = StatePages(self._bound_states(self.state_cache.kv_cache, self.head_dim), state.ring_table)
-        return steps.compress_latents(kv, score, positions[:tokens], state.requests, weight, eps, ratio, rings)
+        return ops.compress_latents(kv, score, positions[:tokens], state.requests, weight, eps, ratio, rings)
 
 
 def in_fp32(weight: Tensor, copy: Tensor | None) -> Tensor:

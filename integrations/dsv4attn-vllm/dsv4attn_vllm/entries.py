@@ -20,7 +20,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from dsv4attn.integrations.variables import VLLM_ENTRIES
 from dsv4attn_vllm.guard import GUARD, RefusedError, is_before_0_33
-from dsv4attn_vllm.steps import INDEXER, VARIABLE
+from dsv4attn_vllm.parts import INDEXER, VARIABLE
 
 __all__ = ["UNKNOWN", "Recorder", "check_entries", "folder_of_entries", "recorder_of", "write_entries"]
 
@@ -33,13 +33,13 @@ def folder_of_entries() -> str:
     return os.environ.get(VLLM_ENTRIES, "")
 
 
-def check_entries(vllm_config: Any, steps: frozenset[str], *, v41: bool) -> None:  # noqa: ANN401 - vLLM's VllmConfig
-    """Raise RefusedError for what cannot be recorded rightly. steps: those that run on dsv4attn."""
+def check_entries(vllm_config: Any, parts: frozenset[str], *, v41: bool) -> None:  # noqa: ANN401 - vLLM's VllmConfig
+    """Raise RefusedError for what cannot be recorded rightly. parts: those that run on dsv4attn."""
     name, cure = f"environment variable {VLLM_ENTRIES}", f"leave {VLLM_ENTRIES} out"
     refused = {
         "unset for DeepSeek-V4.1, some of whose layers run on a part of the tokens": v41,
         "vLLM 0.33 or newer": is_before_0_33(GUARD.installed()),
-        f"the indexer on dsv4attn, whose entries ascend: {VARIABLE}=indexer,compressor": INDEXER not in steps,
+        f"the indexer on dsv4attn, whose entries ascend: {VARIABLE}=indexer,compressor": INDEXER not in parts,
         "no microbatches": vllm_config.parallel_config.use_ubatching,
         "one pipeline stage": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }

@@ -12,8 +12,8 @@ from dsv4attn import Backend
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.parts import MHC, VARIABLE, without_mhc_warmup
 from dsv4attn_vllm.replacements import Replacement, original, replace
-from dsv4attn_vllm.steps import MHC, VARIABLE, without_mhc_warmup
 
 __all__ = ["CONSTRUCTORS", "FUNCTIONS", "OPS", "install", "serve"]
 

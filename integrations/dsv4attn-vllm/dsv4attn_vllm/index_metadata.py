@@ -140,7 +140,7 @@ class IndexBackend(DeepseekV4IndexerBackend):
 
 
 class V41IndexMetadataBuilder(IndexMetadataBuilder):
-    """Builds metadata of V4.1's index keys, for steps on dsv4attn."""
+    """Builds metadata of V4.1's index keys, for parts on dsv4attn."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:  # noqa: ANN401
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

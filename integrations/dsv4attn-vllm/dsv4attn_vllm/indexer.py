@@ -1,4 +1,4 @@
-"""vLLM's indexers with their steps on dsv4attn: queries, short contexts, selection; in V4.1 index keys too."""
+"""vLLM's indexers with their parts on dsv4attn: queries, short contexts, selection; in V4.1 index keys too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ else:
 
 __all__ = [
     "IndexCache",
-    "IndexerSteps",
+    "IndexerParts",
     "Selector",
     "V41IndexCache",
     "V41Indexer",
@@ -90,13 +90,13 @@ class Selector(torch.nn.Module):
     ) -> Tensor:
         """Select for every token of the step, decodes and prefills alike, and return the buffer.
 
-        hidden_states: its device counts. q_quant, weights: of `IndexerSteps._q_rope_quant`, with rows of padding
+        hidden_states: its device counts. q_quant, weights: of `IndexerParts._q_rope_quant`, with rows of padding
         after them. k: None, as the compressor has stored the keys.
         """
-        by_prefix, steps = get_forward_context().attn_metadata, self.serving.layer_ops
+        by_prefix, ops = get_forward_context().attn_metadata, self.serving.layer_ops
         if not isinstance(by_prefix, dict):
             # vLLM measures memory: allocate for a moment what a selection of this many tokens allocates
-            torch.empty(steps.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)
+            torch.empty(ops.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)
             return self.topk_indices_buffer
         metadata = by_prefix[self.k_cache.prefix]
         tokens = metadata.visible_lens.shape[0]
@@ -117,7 +117,7 @@ class Selector(torch.nn.Module):
         self.serving.layer_ops.select_topk(query, self._keys(), token_map, out, longest)
 
 
-class IndexerSteps(_Indexer):
+class IndexerParts(_Indexer):
     """Goes before vLLM's class of an indexer. Its projections stay vLLM's."""
 
     def _get_cache_cls(self) -> type[DeepseekV4IndexerCache]:
@@ -185,8 +185,8 @@ def quantized_query(
     with all factors folded.
     """
     serving = indexer.indexer_op.serving
-    steps, table = serving.layer_ops, rotary_emb.cos_sin_cache
-    query = steps.indexer_q_rope_quant(q, indexer_weights, positions, table, serving.index_layout)
+    ops, table = serving.layer_ops, rotary_emb.cos_sin_cache
+    query = ops.indexer_q_rope_quant(q, indexer_weights, positions, table, serving.index_layout)
     scales = None if query.scales is None else query.scales.view(torch.int32).squeeze(-1)
     return query.values, scales, query.weights
 
@@ -223,8 +223,8 @@ def check_selector(prefix: str, indexer: Any) -> None:  # noqa: ANN401 - an inde
 
 @cache
 def indexer_class(engine_class: type[DeepseekV4Indexer]) -> type[DeepseekV4Indexer]:
-    """A subclass of vLLM's class of a platform, with dsv4attn's steps."""
-    return type(f"Dsv4{engine_class.__name__}", (IndexerSteps, engine_class), {"__doc__": "An indexer on dsv4attn."})
+    """A subclass of vLLM's class of a platform, with dsv4attn's ops."""
+    return type(f"Dsv4{engine_class.__name__}", (IndexerParts, engine_class), {"__doc__": "An indexer on dsv4attn."})
 
 
 @contextmanager
@@ -277,16 +277,16 @@ class V41Selector(Selector):
         self._publishes = candidate_write
 
     def _select(self, query: IndexQuery, token_map: TokenMap, out: Tensor, longest: int) -> None:
-        steps, keys, candidates = self.serving.layer_ops, self._keys(), self._candidates
+        ops, keys, candidates = self.serving.layer_ops, self._keys(), self._candidates
         if candidates is None or candidates.is_void(longest):
-            steps.select_topk(query, keys, token_map, out, longest)
+            ops.select_topk(query, keys, token_map, out, longest)
             return
         blocks, size = candidates.blocks[: len(out)], candidates.block_size
         if self._publishes:
-            steps.select_candidates(query, keys, token_map, blocks, size, longest)
-            steps.select_topk(query, keys, token_map, out, longest)
+            ops.select_candidates(query, keys, token_map, blocks, size, longest)
+            ops.select_topk(query, keys, token_map, out, longest)
         else:
-            steps.select_topk_of_candidates(query, keys, token_map, blocks, size, out, longest)
+            ops.select_topk_of_candidates(query, keys, token_map, blocks, size, out, longest)
 
 
 class V41Indexer(v41.DeepseekV4Indexer):
@@ -305,8 +305,8 @@ class V41Indexer(v41.DeepseekV4Indexer):
         self._bound = bound_cache(self._bound, cache, serving.index_layout)
         self._k_norm_fp32 = in_fp32(self.k_norm.weight, self._k_norm_fp32)
         norm = EntryNorm(self._k_norm_fp32, self.k_norm.variance_epsilon, rotary_emb.cos_sin_cache)
-        slots, steps = by_prefix[self.k_cache.prefix].slot_mapping[:tokens], serving.layer_ops
-        steps.norm_rope_store(self.wk(latent)[0], positions[:tokens], slots, norm, self.compress_ratio, self._bound)
+        slots, ops = by_prefix[self.k_cache.prefix].slot_mapping[:tokens], serving.layer_ops
+        ops.norm_rope_store(self.wk(latent)[0], positions[:tokens], slots, norm, self.compress_ratio, self._bound)
 
     def forward_q(
         self,

@@ -167,7 +167,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         ),
         _replaced(f"{_V4}.attention:DeepseekV4IndexerCache", "indexer:IndexCache", "get_attn_backend", callers=_RUNNER),
         Stored(f"{_V4}.attention:DeepseekV4IndexerCache", "kv_cache prefix"),
-        _replaced(f"{_V4}.attention:DeepseekV4Indexer", "indexer:IndexerSteps", "forward"),
+        _replaced(f"{_V4}.attention:DeepseekV4Indexer", "indexer:IndexerParts", "forward"),
         Called(f"{_V4}.attention:DeepseekV4Indexer", "_wq_b_proj", 2),
         Stored(
             f"{_V4}.attention:DeepseekV4Indexer",
@@ -212,7 +212,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Called("vllm.utils.deep_gemm", "mqa_logits_use_mx_scales"),
         _replaced(f"{_V4}.attention:DeepseekV4Attention", "attention:Dsv4Attention", "_get_indexer_cls"),
         _replaced(
-            f"{_V4}.attention:DeepseekV4Indexer", "indexer:IndexerSteps", "_get_attn_cls _get_cache_cls _q_rope_quant"
+            f"{_V4}.attention:DeepseekV4Indexer", "indexer:IndexerParts", "_get_attn_cls _get_cache_cls _q_rope_quant"
         ),
     ),
     f"entries {_NEW}": (

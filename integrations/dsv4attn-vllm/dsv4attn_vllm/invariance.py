@@ -1,7 +1,7 @@
 """vLLM's batch-invariant mode, `VLLM_BATCH_INVARIANT=1`: what refuses it.
 
 In this mode the bits of a request do not depend on the other requests of a step. vLLM changes its linears, norms,
-experts, sampler and all-reduce. Attention and the steps around it are invariant on a deterministic backend of dsv4attn.
+experts, sampler and all-reduce. Attention and the parts around it are invariant on a deterministic backend of dsv4attn.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE
+from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, MHC, VARIABLE
 
 __all__ = ["PLATFORMS", "SWITCH", "check_invariance", "is_invariant"]
 
@@ -31,10 +31,10 @@ def is_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
-def check_invariance(vllm_config: Any, steps: frozenset[str], platform: str, *, v41: bool) -> None:  # noqa: ANN401
+def check_invariance(vllm_config: Any, parts: frozenset[str], platform: str, *, v41: bool) -> None:  # noqa: ANN401
     """Raise RefusedError for what would make bits depend on the batch.
 
-    vllm_config: vLLM's VllmConfig. steps: those around attention that run on dsv4attn. v41: whether the model is
+    vllm_config: vLLM's VllmConfig. parts: those around attention that run on dsv4attn. v41: whether the model is
     DeepSeek-V4.1, whose hyper-connections are vLLM's.
     """
     leave, name = f"leave {SWITCH} out", f"environment variable {SWITCH}"
@@ -44,9 +44,9 @@ def check_invariance(vllm_config: Any, steps: frozenset[str], platform: str, *, 
     if v41:
         expected = "unset for DeepSeek-V4.1, whose hyper-connections are vLLM's and depend on the number of tokens"
         raise RefusedError(name, expected=expected, actual="1", cure=leave)
-    missing = [step for step in _NEEDED if step not in steps]
+    missing = [part for part in _NEEDED if part not in parts]
     if missing:
-        expected = f"{', '.join(_NEEDED)} on dsv4attn, as vLLM's kernels of these steps depend on the batch"
+        expected = f"{', '.join(_NEEDED)} on dsv4attn, as vLLM's kernels of these parts depend on the batch"
         actual, cure = f"those of vLLM for {', '.join(missing)}", f"set {VARIABLE}=all, or {leave}"
         raise RefusedError(name, expected=expected, actual=actual, cure=cure)
     experts = vllm_config.kernel_config.moe_backend

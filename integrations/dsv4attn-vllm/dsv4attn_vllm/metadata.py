@@ -451,7 +451,7 @@ class V41StateMetadataBuilder(v41_compressor.CompressorMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
     ) -> V41StateMetadata:
-        """Build vLLM's metadata of a step, and what steps on dsv4attn need."""
+        """Build vLLM's metadata of a step, and what parts on dsv4attn need."""
         common = common_attn_metadata
         base = super().build(common_prefix_len, common, fast_build)
         tokens, reqs = common.num_actual_tokens, common.num_reqs

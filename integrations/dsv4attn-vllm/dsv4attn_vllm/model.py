@@ -15,8 +15,8 @@ from dsv4attn_vllm import internals
 from dsv4attn_vllm.arguments import is_used, log_unused, share_request
 from dsv4attn_vllm.entries import folder_of_entries
 from dsv4attn_vllm.guard import GUARD, LOG
+from dsv4attn_vllm.parts import MHC, requested_parts
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace, restore
-from dsv4attn_vllm.steps import MHC, requested_steps
 
 __all__ = ["V4_CLASSES", "V41_CLASSES", "activate", "follow"]
 
@@ -82,7 +82,7 @@ def activate(model: str, vllm_config: Any = None) -> None:  # noqa: ANN401 - as 
     if model in _active:
         return
     version = GUARD.check()
-    runs_mhc = not is_v41 and MHC in (requested_steps() or ())
+    runs_mhc = not is_v41 and MHC in (requested_parts() or ())
     options = {"mhc": runs_mhc, "entries": bool(folder_of_entries())}
     internals.check(version, internals.groups_of(model, platform, version=version, **options))
     names = [*map(str, replacements)]

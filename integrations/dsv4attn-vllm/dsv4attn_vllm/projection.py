@@ -1,4 +1,4 @@
-"""The output projection in fp8: an option of the backend, set where `steps` asks for it."""
+"""The output projection in fp8: an option of the backend, set where `parts` asks for it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dsv4attn import Backend, Problem, resolve
 from dsv4attn.config import PHASES, Settings, load_settings
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.steps import PROJECTION, VARIABLE, is_named
+from dsv4attn_vllm.parts import PROJECTION, VARIABLE, is_named
 
-__all__ = ["settings_for", "steps_with"]
+__all__ = ["parts_with", "settings_for"]
 
 
-def settings_for(steps: frozenset[str], problems: Sequence[Problem], device: DeviceFacts | str) -> Settings:
-    """The user's settings, with `projection=fp8` for the backends that will be chosen if that step is asked for.
+def settings_for(parts: frozenset[str], problems: Sequence[Problem], device: DeviceFacts | str) -> Settings:
+    """The user's settings, with `projection=fp8` for the backends that will be chosen if that part is asked for.
 
     A value of the option in the configuration file stays.
     """
     settings = load_settings()
-    if PROJECTION not in steps:
+    if PROJECTION not in parts:
         return settings
     options = dict(settings.options)
     for phase in PHASES:
@@ -32,14 +32,14 @@ def settings_for(steps: frozenset[str], problems: Sequence[Problem], device: Dev
     return evolve(settings, options=options)
 
 
-def steps_with(steps: frozenset[str], backend: Backend) -> frozenset[str]:
-    """The steps that run with a backend. A backend that converts `wo_a` to bf16 has no projection in fp8.
+def parts_with(parts: frozenset[str], backend: Backend) -> frozenset[str]:
+    """The parts that run with a backend. A backend that converts `wo_a` to bf16 has no projection in fp8.
 
-    Raises RefusedError if the variable names that step.
+    Raises RefusedError if the variable names that part.
     """
-    if PROJECTION not in steps or backend.projects_fp8:
-        return steps
+    if PROJECTION not in parts or backend.projects_fp8:
+        return parts
     if is_named(PROJECTION):
         expected, cure = f"{PROJECTION}=fp8, which {VARIABLE} asks for", f"leave {PROJECTION} out of {VARIABLE}"
         raise RefusedError(f"backend {backend.name}", expected=expected, actual="bf16", cure=cure)
-    return steps - {PROJECTION}
+    return parts - {PROJECTION}

@@ -40,9 +40,9 @@ from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.entries import check_entries, folder_of_entries
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError, is_before_0_33
 from dsv4attn_vllm.invariance import check_invariance, is_invariant
-from dsv4attn_vllm.projection import settings_for, steps_with
+from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen, v41_parts
+from dsv4attn_vllm.projection import parts_with, settings_for
 from dsv4attn_vllm.records import FP4_CACHE, are_of_v41
-from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen, v41_steps
 
 __all__ = ["CACHE_DTYPES", "MOST_CHECKED", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
 
@@ -70,7 +70,7 @@ class _Facts:
     """Everything that decides the choice of a backend. It is equal for all layers of a model and for its drafts.
 
     model: geometry of this rank. device: type of the device. capture: whether graphs are captured. fnuz: whether vLLM's
-    fp8 type is e4m3fnuz, as on gfx942. steps: see `steps.chosen`. mxfp4: whether index keys have 4 bits. records: of
+    fp8 type is e4m3fnuz, as on gfx942. parts: see `parts.chosen`. mxfp4: whether index keys have 4 bits. records: of
     V4.1, by their bytes, those of windows and those of compressed caches; None: a model of V4. invariant: whether
     vLLM's batch-invariant mode is on, which wants a deterministic backend.
     """
@@ -80,7 +80,7 @@ class _Facts:
     device: str
     capture: bool
     fnuz: bool
-    steps: frozenset[str]
+    parts: frozenset[str]
     mxfp4: bool
     records: tuple[int, int] | None = None
     invariant: bool = False
@@ -90,7 +90,7 @@ class _Facts:
 class Serving:
     """How the layers of one model are served: one object for all layers, so that they share prepared calls.
 
-    swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
+    swa_layout, compressed_layout, index_layout: of the caches. parts: those around attention that run on dsv4attn.
     inserts_entries: whether V4.1's compressed entries are stored by dsv4attn though the compressor is vLLM's.
     problems: what the backend was chosen for. warm: whether its kernels were compiled. compiling: their number, which
     another thread will know. scratch: memory of a process for which vLLM has no workspace. checked: keys of inserts
@@ -104,7 +104,7 @@ class Serving:
     swa_layout: KVCacheLayout
     compressed_layout: KVCacheLayout
     index_layout: KVCacheLayout
-    steps: frozenset[str] = frozenset()
+    parts: frozenset[str] = frozenset()
     inserts_entries: bool = False
     problems: Sequence[Problem] = ()
     warm: bool = False
@@ -169,13 +169,13 @@ class Serving:
         return [slot.setdefault(self._resource, WorkspaceManager(space.device)) for slot in slots]
 
     def bounds(self) -> WarmupSpec:
-        """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
+        """What is compiled ahead: kernels of attention, and of the parts around it that run on dsv4attn."""
         layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
-        steps = self.steps | {COMPRESSOR} if self.inserts_entries else self.steps
-        parts = tuple(part for step, several in _PARTS.items() if step in steps for part in several)
+        parts = self.parts | {COMPRESSOR} if self.inserts_entries else self.parts
+        compiled = tuple(name for part, names in _PARTS.items() if part in parts for name in names)
         # a deterministic backend makes the inputs of compressors, whoever runs them
         around = bool(parts) or self.backend.deterministic
-        return WarmupSpec.of(self.model, self.limits, layer_steps=around, parts=parts, **layouts)
+        return WarmupSpec.of(self.model, self.limits, layer_steps=around, parts=compiled, **layouts)
 
     def start_compiling(self) -> None:
         """Compile all kernels in another thread, the first time this is called. vLLM loads weights meanwhile."""
@@ -231,7 +231,7 @@ def serving_of(vllm_config: Any, *, v41: bool = False) -> Serving:  # noqa: ANN4
     there is none for this device.
     """
     serving = _serving(_checked_facts(vllm_config, v41=v41))
-    if MHC in serving.steps:
+    if MHC in serving.parts:
         from dsv4attn_vllm.hyper_connections import serve
 
         serve(serving.backend)
@@ -249,7 +249,7 @@ def check_arguments(vllm_config: Any, *, v41: bool) -> None:  # noqa: ANN401 - a
     if device is None:
         return
     _, _, problems = _planned(facts)
-    settings = settings_for(facts.steps, problems, device)
+    settings = settings_for(facts.parts, problems, device)
     for phase in PHASES:
         resolve([problem for problem in problems if problem.phase == phase], device=device, settings=settings)
 
@@ -329,22 +329,22 @@ def _facts(vllm_config: Any, records: tuple[int, int] | None) -> _Facts:  # noqa
 
     device = Device.here(vllm_config)
     model = _v4_model(vllm_config) if records is None else _v41_model(vllm_config)
-    steps = chosen(device) if records is None else v41_steps(device)
-    if records is not None and INDEXER in steps and vllm_config.attention_config.indexer_sparse_logits:
+    parts = chosen(device) if records is None else v41_parts(device)
+    if records is not None and INDEXER in parts and vllm_config.attention_config.indexer_sparse_logits:
         cure = "leave indexer_sparse_logits out"
         raise RefusedError("indexer_sparse_logits", expected="off, for an indexer on dsv4attn", actual="on", cure=cure)
     invariant = is_invariant()
     if invariant:
-        check_invariance(vllm_config, steps, device.platform, v41=records is not None)
+        check_invariance(vllm_config, parts, device.platform, v41=records is not None)
     if folder_of_entries():
-        check_entries(vllm_config, steps, v41=records is not None)
+        check_entries(vllm_config, parts, v41=records is not None)
     return _Facts(
         model,
         _limits(vllm_config, model),
         vllm_config.device_config.device_type,
         capture=bool(vllm_config.compilation_config.cudagraph_mode),
         fnuz=current_platform.is_fp8_fnuz(),
-        steps=steps,
+        parts=parts,
         mxfp4=device.mxfp4,
         records=records,
         invariant=invariant,
@@ -429,20 +429,20 @@ def _serving(facts: _Facts) -> Serving:
     # vLLM's compressor writes OCP codes of index keys too, but for their scales on sm_100
     dim = facts.model.index_head_dim
     index = KVCacheLayout.index_mxfp4(dim) if facts.mxfp4 else KVCacheLayout.index_fp8(dim)
-    settings = settings_for(facts.steps, problems, facts.device)
+    settings = settings_for(facts.parts, problems, facts.device)
     backend = select_backend(*problems, device=facts.device, settings=settings)
-    steps = steps_with(facts.steps, backend)
+    parts = parts_with(facts.parts, backend)
     for phase in PHASES:
         verdict = explain([problem for problem in problems if problem.phase == phase], device=facts.device).verdict
         LOG.info("%s runs on %s", phase, verdict)
-    if steps:
-        LOG.info("%s on dsv4attn (%s)", ", ".join(sorted(steps)), VARIABLE)
+    if parts:
+        LOG.info("%s on dsv4attn (%s)", ", ".join(sorted(parts)), VARIABLE)
     if facts.records is not None:
         LOG.info("a token has %d bytes in window caches, an entry %d in compressed ones", *facts.records)
     # vLLM's kernel for 4 bits has an instruction that other GPUs lack
-    inserts = compressed.record_bytes == _FP4_RECORD and COMPRESSOR not in steps and not _is_blackwell()
+    inserts = compressed.record_bytes == _FP4_RECORD and COMPRESSOR not in parts and not _is_blackwell()
     sizes, layouts = (facts.model, facts.limits, facts.device), (swa, compressed, index)
-    return Serving(*sizes, backend, *layouts, steps, inserts, problems)
+    return Serving(*sizes, backend, *layouts, parts, inserts, problems)
 
 
 def _problems(facts: _Facts, phase: str, swa: KVCacheLayout, compressed: KVCacheLayout) -> list[Problem]:

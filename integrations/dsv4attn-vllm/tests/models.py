@@ -33,7 +33,7 @@ class Model:
     platforms: what is replaced on each platform.
     flash_mla: the name of vLLM's FlashMLA backend.
     dtypes: cache dtypes that are served.
-    steps: DSV4ATTN_VLLM_STEPS, or empty for the default.
+    steps: DSV4ATTN_VLLM_PARTS, or empty for the default.
     """
 
     name: str
@@ -109,6 +109,6 @@ def _asked(model: Model, backend: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSV4ATTN_BACKEND", backend)
         if model.steps:
-            patch.setenv("DSV4ATTN_VLLM_STEPS", model.steps)
+            patch.setenv("DSV4ATTN_VLLM_PARTS", model.steps)
         serving._serving.cache_clear()
         yield

@@ -97,7 +97,7 @@ def write(layer: Any, cache: Any, blocks: Tensor, random: torch.Generator) -> No
 
 @contextmanager
 def engines(model: str, classes: dict[str, tuple[type, str]], **limits: int) -> Iterator[dict[str, GPUEngine]]:
-    """An engine for each (layer class, DSV4ATTN_VLLM_STEPS), all on the caches of the first."""
+    """An engine for each (layer class, DSV4ATTN_VLLM_PARTS), all on the caches of the first."""
     kinds = tuple(kind for kind in KINDS for _ in range(LAYERS))
     folder = model_folder(kinds, **RELEASED, **MODELS[model])
     written = Path(folder, "config.json")
@@ -105,7 +105,7 @@ def engines(model: str, classes: dict[str, tuple[type, str]], **limits: int) -> 
     by_name: dict[str, GPUEngine] = {}
     with ExitStack() as stack:
         for name, (layer_class, steps) in classes.items():
-            os.environ["DSV4ATTN_VLLM_STEPS"] = steps
+            os.environ["DSV4ATTN_VLLM_PARTS"] = steps
             config = config_of(folder, enforce_eager=False, max_model_len=32768, **limits)
             stack.enter_context(set_current_vllm_config(config) if by_name else world(config, device=GPU))
             # a prompt of 8,192 tokens takes 7,000 pages, most of them for states of the compressors

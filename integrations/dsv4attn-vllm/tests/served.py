@@ -172,7 +172,7 @@ def main(
     of_prompts: the first rounds, which have log-probabilities of prompts too; vLLM does not take these prompts from the
     prefix cache. invariant: in the batch-invariant mode. entries: a folder in which selected entries are recorded.
     """
-    os.environ.update(DSV4ATTN_BACKEND=backend, DSV4ATTN_VLLM_STEPS="all")
+    os.environ.update(DSV4ATTN_BACKEND=backend, DSV4ATTN_VLLM_PARTS="all")
     if entries:
         os.environ["DSV4ATTN_VLLM_ENTRIES"] = entries
     if invariant:

@@ -222,7 +222,7 @@ def test_another_model_is_left_alone_but_for_the_name(tmp_path: Any) -> None:
 REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype: expected auto or fp8 or .*, got fp8_e5m2"),
     ({}, {"dtype": "float16"}, "--dtype: expected bfloat16, got torch.float16"),
-    ({"DSV4ATTN_VLLM_STEPS": "indexr"}, {}, "DSV4ATTN_VLLM_STEPS: expected .*, got 'indexr' -> write indexer"),
+    ({"DSV4ATTN_VLLM_PARTS": "indexr"}, {}, "DSV4ATTN_VLLM_PARTS: expected .*, got 'indexr' -> write indexer"),
     ({"DSV4ATTN_VLLM": "yes"}, {}, "environment variable DSV4ATTN_VLLM: expected 0 or 1, got 'yes'"),
     ({"DSV4ATTN_VLLM_ANY_VERSION": "x"}, {}, "DSV4ATTN_VLLM_ANY_VERSION: expected 0 or 1"),
     ({"DSV4ATTN_BACKEND": "tritn"}, {}, "did you mean 'triton'"),

@@ -17,7 +17,7 @@ import dsv4attn_vllm.attention
 from dsv4attn import KVCacheLayout, Limits, ModelGeometry, load_backend
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn_vllm.serving import Serving
-from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, STEPS
+from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, PARTS
 from tests.backends._triton.compiling.each_kernel import compile_each
 from triton import knobs
 from dsv4attn.integrations.engines import VLLM
@@ -28,7 +28,7 @@ assert os.environ["TRITON_CACHE_DIR"] == folder, "docs/engines.md says that vLLM
 for target, name in (("sm_80", "triton"), ("sm_90", "sm90")):
     backend, variants = load_backend(name, projection="fp8"), []
     layout, index, limits = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.index_fp8(), Limits(64, 1024, 2**20)
-    for model, steps in (("flash", STEPS), ("deepseek-v4.1-flash", (COMPRESSOR, INDEXER))):
+    for model, steps in (("flash", PARTS), ("deepseek-v4.1-flash", (COMPRESSOR, INDEXER))):
         sizes = ModelGeometry.preset(model), limits, "cuda"
         served = Serving(*sizes, backend, layout, layout, index, frozenset(steps))
         variants += backend.kernel_variants(served.bounds(), DeviceFacts.named(target))

@@ -143,7 +143,7 @@ def test_blocks_of_equal_prefixes_are_those_of_any_request(steps: Steps) -> None
     ("steps", "v41", "microbatches", "stages", "why"),
     [
         ({"indexer"}, True, False, 1, "unset for DeepSeek-V4.1"),
-        ({"compressor"}, False, False, 1, "DSV4ATTN_VLLM_STEPS=indexer,compressor"),
+        ({"compressor"}, False, False, 1, "DSV4ATTN_VLLM_PARTS=indexer,compressor"),
         ({"indexer"}, False, True, 1, "no microbatches"),
         ({"indexer"}, False, False, 2, "one pipeline stage"),
     ],

@@ -18,7 +18,7 @@ from attrs import evolve
 from dsv4attn_vllm import hyper_connections, replacements, serving
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.steps import INDEXER, MHC, without_warmup
+from dsv4attn_vllm.parts import INDEXER, MHC, without_warmup
 from engine import config_of, world
 from torch import Tensor
 from vllm.config import set_current_vllm_config
@@ -232,7 +232,7 @@ def test_layers_that_are_built_say_which_backend(backend: str, monkeypatch: pyte
     with pytest.raises(RefusedError, match="mhc: expected a backend, got none -> build the layers of the model first"):
         hyper_connections.mhc_post(*[torch.zeros(1, 4, 4)] * 4)
     for steps, count in (("indexer,compressor", 0), ("indexer,compressor,mhc", 1)):
-        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
         serving._serving.cache_clear()
         config = config_of()
         with world(config):
@@ -243,7 +243,7 @@ def test_layers_that_are_built_say_which_backend(backend: str, monkeypatch: pyte
 def test_a_second_model_on_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM's functions do not say which model calls them."""
     monkeypatch.setattr(hyper_connections, "_serving", [])
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "mhc")
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "mhc")
 
     def build(backend: str, max_model_len: int) -> serving.Serving:
         monkeypatch.setenv("DSV4ATTN_BACKEND", backend)

@@ -22,7 +22,7 @@ from attrs import evolve
 from dsv4attn_vllm import internals
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.indexer import IndexerSteps
+from dsv4attn_vllm.indexer import IndexerParts
 from dsv4attn_vllm.internals import TABLE
 from engine import config_of, world
 from torch import nn
@@ -155,7 +155,7 @@ def test_an_indexer_that_selects_by_another_class_is_refused_when_it_is_built(mo
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__()
 
-    monkeypatch.setattr(IndexerSteps, "_get_attn_cls", lambda self: Other)
+    monkeypatch.setattr(IndexerParts, "_get_attn_cls", lambda self: Other)
     # vLLM 0.32 has no such method
     monkeypatch.setattr("dsv4attn_vllm.attention.indexer_globals", nullcontext)
     monkeypatch.setattr("vllm.models.deepseek_v4.attention.SparseAttnIndexer", Other)

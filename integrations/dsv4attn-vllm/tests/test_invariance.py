@@ -23,7 +23,7 @@ from whole import WholeEngine, whole_engine
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import NoBackendError
 
-STEPS = "DSV4ATTN_VLLM_STEPS"
+STEPS = "DSV4ATTN_VLLM_PARTS"
 
 
 @pytest.fixture(autouse=True)

@@ -174,7 +174,7 @@ def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(
     """Faked: what `run_on_rocm` says."""
     code = f"""
 import os
-os.environ["DSV4ATTN_VLLM_STEPS"] = {steps!r}
+os.environ["DSV4ATTN_VLLM_PARTS"] = {steps!r}
 import models, test_platforms
 test_platforms.check_rocm(models.{model}, {requests})
 """

@@ -60,7 +60,7 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
 def with_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
     """An engine whose compressor and indexer are dsv4attn's; its layers are called without the indexer."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "indexer,compressor")
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "indexer,compressor")
     config = v41_config()
     with world(config):
         yield V41Engine(config, V41CUDAAttention, layers=len(RATIOS))

@@ -152,7 +152,7 @@ def whole_engine(steps: str, sizes: dict[str, Any] | None = None, drafts: int = 
     blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
     options = {"kv_cache_dtype": FP4_CACHE, "candidate_block_buffer": blocks}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+        patch.setenv("DSV4ATTN_VLLM_PARTS", steps)
         with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as engine:
             yield engine
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from dsv4attn_vllm import serving, steps
+from dsv4attn_vllm import parts, serving
 from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import GUARD, RefusedError
 from engine import config_of, with_images, world
@@ -58,32 +58,32 @@ def refusal(config: VllmConfig) -> str:
     ],
 )
 def test_steps_that_are_named(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, named: str, said: str) -> None:
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", named)
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", named)
 
     assert said in refusal(config)
 
 
 def test_scores_of_candidates_by_a_kernel_of_vllms(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "all")
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "all")
     config.attention_config.indexer_sparse_logits = True
 
     assert "indexer_sparse_logits: expected off, for an indexer on dsv4attn, got on -> leave" in refusal(config)
 
 
-def test_steps_run_where_vllm_has_no_indexer_and_elsewhere_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    ampere, hopper = (steps.Device("cuda", deep_gemm=deep_gemm) for deep_gemm in (False, True))
-    amd, both = steps.Device("rocm", deep_gemm=False), {"indexer", "compressor"}
+def test_parts_run_where_vllm_has_no_indexer_and_elsewhere_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ampere, hopper = (parts.Device("cuda", deep_gemm=deep_gemm) for deep_gemm in (False, True))
+    amd, both = parts.Device("rocm", deep_gemm=False), {"indexer", "compressor"}
 
-    assert (steps.v41_steps(ampere), steps.v41_steps(hopper), steps.v41_steps(amd)) == (both, set(), set())
-    for steps_text in ("all", "indexer,compressor"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps_text)
-        assert all(steps.v41_steps(device) == both for device in (ampere, hopper, amd))
-        with pytest.raises(RefusedError, match="indexer_kv_dtype: expected fp8, for steps of dsv4attn on ROCm"):
-            steps.v41_steps(evolve(amd, mxfp4=True))
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "none")
-    assert steps.v41_steps(hopper) == steps.v41_steps(amd) == set()
+    assert (parts.v41_parts(ampere), parts.v41_parts(hopper), parts.v41_parts(amd)) == (both, set(), set())
+    for named in ("all", "indexer,compressor"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", named)
+        assert all(parts.v41_parts(device) == both for device in (ampere, hopper, amd))
+        with pytest.raises(RefusedError, match="indexer_kv_dtype: expected fp8, for parts of dsv4attn on ROCm"):
+            parts.v41_parts(evolve(amd, mxfp4=True))
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "none")
+    assert parts.v41_parts(hopper) == parts.v41_parts(amd) == set()
     with pytest.raises(RefusedError, match="expected indexer and compressor, as vLLM's need DeepGEMM, got none"):
-        steps.v41_steps(ampere)
+        parts.v41_parts(ampere)
 
 
 def test_records_that_vllm_has_and_dsv4attn_does_not_expect(config: VllmConfig, monkeypatch: Any) -> None:

@@ -33,7 +33,7 @@ STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
 
 @pytest.fixture(autouse=True)
 def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "all")
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "all")
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monke
     """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
     results, classes = [], []
     for steps in ("all", "none"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
         serving._serving.cache_clear()
         torch.manual_seed(0)
         with whole_engine() as engine:
@@ -187,7 +187,7 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(monkeypatch: pyt
     config, results = v41_config(CANDIDATES), {}
     with world(config):
         for steps_text in ("all", "none"):
-            monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps_text)
+            monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps_text)
             serving_backend = serving.serving_of(config, v41=True)
             variants = serving_backend.backend.kernel_variants(serving_backend.bounds(), DeviceFacts.named("a100"))
             results[steps_text] = {variant.name for variant in variants}

@@ -13,7 +13,7 @@ import torch
 from dsv4attn_vllm.compressor import Compressor
 from dsv4attn_vllm.cpu import CPUAttention
 from dsv4attn_vllm.cuda import CUDAAttention
-from dsv4attn_vllm.indexer import IndexerSteps
+from dsv4attn_vllm.indexer import IndexerParts
 from dsv4attn_vllm.xpu import XPUAttention
 from engine import Request
 from processes import run_on_rocm
@@ -69,7 +69,7 @@ def check_platform(layer_class: type) -> None:
     torch.manual_seed(0)
     with whole_engine(layer_class) as engine:
         outs = [*both(engine, [[(0, 45)], [(0, 1), (1, 20)]], last_alone=True)]
-        assert isinstance(engine.layers[1].indexer, IndexerSteps)
+        assert isinstance(engine.layers[1].indexer, IndexerParts)
     assert all(torch.equal(of_vllm, of_dsv4attn) for _, of_vllm, of_dsv4attn in outs)
 
 
@@ -223,7 +223,7 @@ def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.Mon
     from dsv4attn_vllm import serving
 
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
     serving._serving.cache_clear()
     with whole_engine(CUDAAttention) as engine:
         layer = engine.layers[0]
@@ -240,7 +240,7 @@ def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.Mon
         z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wide.view(2, 64, 1024)).flatten(1)
         expected = (z @ layer.wo_b.weight.double().T).numpy()
         error = np.linalg.norm(y.double().numpy() - expected) / np.linalg.norm(expected)
-        assert ("projection" in layer._serving.steps) is (steps == "auto")
+        assert ("projection" in layer._serving.parts) is (steps == "auto")
         # outputs of attention have 3 bits after the point in fp8, and 7 in bf16
         assert (0.01 < error < 0.05) if steps == "auto" else error < 0.01
 
@@ -253,7 +253,7 @@ def test_weights_that_are_loaded_again_are_read_where_graphs_read_them(
     from dsv4attn_vllm import serving
 
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
     serving._serving.cache_clear()
     with whole_engine(CUDAAttention) as engine:
         layer, other = engine.layers[:2]
@@ -286,7 +286,7 @@ def test_outputs_do_not_depend_on_whose_compressor_runs(backend: str, monkeypatc
 
     outs, classes = [], []
     for steps in ("indexer,compressor", "indexer"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
         serving._serving.cache_clear()
         torch.manual_seed(0)
         with whole_engine(CUDAAttention) as engine:

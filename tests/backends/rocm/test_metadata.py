@@ -119,7 +119,7 @@ def test_every_row_is_what_torch_puts_into_the_dense_table(rng: Random) -> None:
     requests, seed = requests_of(rng), rng.randrange(2**31)
     kinds = [LayerKind.CSA, C128A]
     metadata = builder(RocmBackend()).build_for(batch_of(requests, Random(seed)), kinds)
-    expected = builder(steps=BuilderOps()).build_for(batch_of(requests, Random(seed)), kinds)
+    expected = builder(builder_ops=BuilderOps()).build_for(batch_of(requests, Random(seed)), kinds)
     swa, compressed = extended(metadata[C128A])
     plain = expected[C128A].compressed
     assert plain is not None
@@ -136,7 +136,7 @@ def test_the_batches_hold_what_they_should() -> None:
     windows, entries, widths = [], [], set()
     rng = Random(0)
     for _ in range(60):
-        metadata = builder(steps=BuilderOps()).build_for(batch_of(requests_of(rng), rng), [C128A])[C128A]
+        metadata = builder(builder_ops=BuilderOps()).build_for(batch_of(requests_of(rng), rng), [C128A])[C128A]
         part = metadata.compressed
         assert part is not None
         assert part.c128a_global_decode_topk_indices is not None
@@ -157,7 +157,7 @@ def test_the_batches_hold_what_they_should() -> None:
 def test_a_class_is_the_shared_one_and_more() -> None:
     metadata = builder(RocmBackend()).build_for(batch_of([(30, 1), (9, 2), (0, 20)], Random(0)), [C128A])[C128A]
     swa, compressed = extended(metadata)
-    plain = builder(steps=BuilderOps()).build_for(batch_of([(30, 1), (9, 2), (0, 20)], Random(0)), [C128A])[C128A]
+    plain = builder(builder_ops=BuilderOps()).build_for(batch_of([(30, 1), (9, 2), (0, 20)], Random(0)), [C128A])[C128A]
 
     assert isinstance(swa, DeepseekSparseSWAMetadata)
     assert isinstance(compressed, FlashMLASparseMetadata)

@@ -20,31 +20,33 @@ from tests.harness import BUILDER_OPS, C4A, C128A, I32, SWA, all_builder_ops, ba
 
 @all_builder_ops
 @pytest.mark.parametrize("slots", [0, 1, 2])
-def test_a_slot_mapping_that_leaves_tokens_out_is_refused(slots: int, steps: str) -> None:
+def test_a_slot_mapping_that_leaves_tokens_out_is_refused(slots: int, builder_ops: str) -> None:
     said = rf"^slot_mapping: expected at least 3 elements, one for each .*, got {slots} elements -> .*-1 for"
     for validate in (True, False):
-        build = builder(steps=BUILDER_OPS[steps], validate=validate)
+        build = builder(builder_ops=BUILDER_OPS[builder_ops], validate=validate)
         refused(build, lambda: batch_of([1, 2], [5, 9], slot_mapping=torch.arange(slots)), said)
 
 
 @all_builder_ops
-def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(steps: str) -> None:
+def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(builder_ops: str) -> None:
     request, valid = torch.full((3,), 7, dtype=I32), torch.ones(3, dtype=torch.bool)
-    BUILDER_OPS[steps].build_token_maps(torch.tensor([0, 1, 3], dtype=I32), torch.tensor([0]), out=(request, valid))
+    BUILDER_OPS[builder_ops].build_token_maps(
+        torch.tensor([0, 1, 3], dtype=I32), torch.tensor([0]), out=(request, valid)
+    )
 
     assert request.tolist() == [0, -1, -1]
     assert valid.tolist() == [True, False, False]
 
 
 @all_builder_ops
-def test_stale_slots_after_the_tokens_are_refused_where_values_are_checked(steps: str) -> None:
+def test_stale_slots_after_the_tokens_are_refused_where_values_are_checked(builder_ops: str) -> None:
     def build(last: int) -> Batch:
         return batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, 263, 264, -1, last]))
 
     said = r"^slot_mapping\[4\]: expected a negative slot past the 3 tokens of the batch, got 0 -> fill .* with -1"
-    refused(builder(steps=BUILDER_OPS[steps], validate=True), lambda: build(0), said)
-    assert builder(steps=BUILDER_OPS[steps], validate=True).build(build(-1)).num_actual_tokens == 3
-    assert builder(steps=BUILDER_OPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
+    refused(builder(builder_ops=BUILDER_OPS[builder_ops], validate=True), lambda: build(0), said)
+    assert builder(builder_ops=BUILDER_OPS[builder_ops], validate=True).build(build(-1)).num_actual_tokens == 3
+    assert builder(builder_ops=BUILDER_OPS[builder_ops], validate=False).build(build(0)).num_actual_tokens == 3
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ def positions(rows: torch.Tensor, lens: torch.Tensor, slot0: list[int]) -> list[
 
 
 @all_builder_ops
-def test_each_token_of_a_draft_block_sees_the_window_before_it_and_all_of_it(steps: str) -> None:
+def test_each_token_of_a_draft_block_sees_the_window_before_it_and_all_of_it(builder_ops: str) -> None:
     """Requests of 3, 4 and 1 tokens after 20, 2 and 8; a prefill of 6, which is causal, after 3."""
     batch = batch_of([3, 4, 1, 6], [23, 6, 9, 9], causal=False)
-    swa = builder(WIDE, steps=BUILDER_OPS[steps]).build(batch)
+    swa = builder(WIDE, builder_ops=BUILDER_OPS[builder_ops]).build(batch)
     first = [256 * i for i in (0, 0, 0, 1, 1, 1, 1, 2)]
 
     places = positions(swa.decode_swa_indices, swa.decode_swa_lens, first)
@@ -41,25 +41,25 @@ def test_each_token_of_a_draft_block_sees_the_window_before_it_and_all_of_it(ste
 
 
 @all_builder_ops
-def test_no_window_begins_before_its_first_position(steps: str) -> None:
+def test_no_window_begins_before_its_first_position(builder_ops: str) -> None:
     bounds = torch.tensor([18, 0, 9, 5, 2**31 - 1], dtype=I32)
     batch = batch_of([1, 2, 6, 12], [20, 3, 20, 12], replay_start=bounds)
-    swa = builder(steps=BUILDER_OPS[steps]).build(batch)
+    swa = builder(builder_ops=BUILDER_OPS[builder_ops]).build(batch)
 
     assert positions(swa.decode_swa_indices, swa.decode_swa_lens, [0, 256, 256]) == [[18, 19], [0, 1], [0, 1, 2]]
     places = positions(swa.prefill_swa_indices, swa.prefill_swa_lens, [512] * 6 + [768] * 12)
     assert places[:6] == [[*range(max(p - 7, 9), p + 1)] for p in range(14, 20)]
     assert places[6:] == [[*range(max(p - 7, 5), p + 1)] for p in range(12)]
     assert swa.prefill_gather_lens.tolist() == [6 + 5, 12]
-    block = builder(WIDE, steps=BUILDER_OPS[steps]).build(
+    block = builder(WIDE, builder_ops=BUILDER_OPS[builder_ops]).build(
         evolve(batch_of([2], [20], causal=False), replay_start=bounds)
     )
     assert positions(block.decode_swa_indices, block.decode_swa_lens, [0, 0]) == [[18, 19]] * 2
 
 
 @all_builder_ops
-def test_rows_of_blocks_have_one_width_and_address_and_hide_what_was_there(steps: str) -> None:
-    build = builder(WIDE, steps=BUILDER_OPS[steps])
+def test_rows_of_blocks_have_one_width_and_address_and_hide_what_was_there(builder_ops: str) -> None:
+    build = builder(WIDE, builder_ops=BUILDER_OPS[builder_ops])
     block = build.build(batch_of([4, 4], [30, 40], causal=False))
     rows, lens = block.decode_swa_indices, block.decode_swa_lens
     causal = build.build(batch_of([4, 4], [30, 40]))

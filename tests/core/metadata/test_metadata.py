@@ -52,8 +52,10 @@ def refused(build: MetadataBuilder, make: Callable[[], Batch], said: str) -> Non
 
 
 @all_builder_ops
-def test_a_good_batch_is_built_for_all_kinds(steps: str) -> None:
-    metadata = builder(steps=BUILDER_OPS[steps]).build_for(batch_of([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A])
+def test_a_good_batch_is_built_for_all_kinds(builder_ops: str) -> None:
+    metadata = builder(builder_ops=BUILDER_OPS[builder_ops]).build_for(
+        batch_of([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A]
+    )
     swa = metadata[SWA].swa
 
     assert (swa.num_decodes, swa.num_prefills, swa.num_decode_tokens, swa.num_prefill_tokens) == (2, 1, 3, 9)
@@ -65,8 +67,10 @@ def test_a_good_batch_is_built_for_all_kinds(steps: str) -> None:
 
 @all_builder_ops
 @pytest.mark.parametrize("query", [[], [0, 0], [0, 1, 0]])
-def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int], steps: str) -> None:
-    metadata = builder(steps=BUILDER_OPS[steps]).build_for(batch_of(query, [5] * len(query)), [SWA, C4A, C128A])
+def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int], builder_ops: str) -> None:
+    metadata = builder(builder_ops=BUILDER_OPS[builder_ops]).build_for(
+        batch_of(query, [5] * len(query)), [SWA, C4A, C128A]
+    )
 
     assert metadata[SWA].swa.num_actual_tokens == sum(query)
     assert (metadata[SWA].swa.num_decodes, metadata[SWA].swa.num_prefills) == (len(query), 0)
@@ -253,19 +257,21 @@ BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
 @all_builder_ops
 @pytest.mark.parametrize(("make", "said"), BAD_BATCHES, ids=[said[:50] for _, said in BAD_BATCHES])
 def test_a_batch_that_cannot_be_is_refused_before_any_buffer_is_written(
-    make: Callable[[], Batch], said: str, steps: str
+    make: Callable[[], Batch], said: str, builder_ops: str
 ) -> None:
-    refused(builder(steps=BUILDER_OPS[steps]), make, said)
+    refused(builder(builder_ops=BUILDER_OPS[builder_ops]), make, said)
 
 
 @all_builder_ops
 @pytest.mark.parametrize("at", [(0, 9), (1, 0), (2, 3)], ids=["decode", "short", "first-query-of-a-prefill"])
 @pytest.mark.parametrize("block", [-1, 6 * 64, 2**31 - 1, 2**30, 2**26, -(2**31)])
-def test_a_block_outside_the_cache_under_a_window_is_refused(at: tuple[int, int], block: int, steps: str) -> None:
+def test_a_block_outside_the_cache_under_a_window_is_refused(at: tuple[int, int], block: int, builder_ops: str) -> None:
     table = spoiled(GOOD.block_table, at, block)
     said = rf"block_table\[{at[0]}, {at[1]}\]: expected a block in \[0, 384\) for position \d+, .*, got {block}$"
 
-    refused(builder(steps=BUILDER_OPS[steps]), lambda: batch_of([1, 2, 9], [40, 5, 29], block_table=table), said)
+    refused(
+        builder(builder_ops=BUILDER_OPS[builder_ops]), lambda: batch_of([1, 2, 9], [40, 5, 29], block_table=table), said
+    )
 
 
 @pytest.mark.parametrize("slot", [1536, 2**31, 2**40])
@@ -310,20 +316,20 @@ def test_slots_follow_tables_with_blocks_that_were_given_back_and_replayed_token
 
 
 @all_builder_ops
-def test_blocks_no_window_reaches_may_be_stale(steps: str) -> None:
+def test_blocks_no_window_reaches_may_be_stale(builder_ops: str) -> None:
     table = GOOD.block_table.clone()
     table[0, :8] = -1
     table[0, 10:] = 2**31 - 1
-    metadata = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2, 9], [40, 5, 29], block_table=table))
+    metadata = builder(builder_ops=BUILDER_OPS[builder_ops]).build(batch_of([1, 2, 9], [40, 5, 29], block_table=table))
 
     assert metadata.decode_swa_indices[0, 0].tolist() == list(range(32, 40))
 
 
 @all_builder_ops
-def test_padding_rows_may_name_no_block_at_all(steps: str) -> None:
+def test_padding_rows_may_name_no_block_at_all(builder_ops: str) -> None:
     table = torch.full((2, 64), -1, dtype=I32)
     padding = batch_of([1, 1], [256, 256], slot_mapping=torch.tensor([-1, -7]), block_table=table)
-    metadata = builder(steps=BUILDER_OPS[steps]).build(padding)
+    metadata = builder(builder_ops=BUILDER_OPS[builder_ops]).build(padding)
 
     assert metadata.decode_swa_lens.tolist() == [0, 0]
     assert bool((metadata.decode_swa_indices == -1).all())
@@ -331,8 +337,10 @@ def test_padding_rows_may_name_no_block_at_all(steps: str) -> None:
 
 
 @all_builder_ops
-def test_tokens_with_a_negative_slot_are_padding(steps: str) -> None:
-    metadata = builder(steps=BUILDER_OPS[steps]).build(batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, -1, -1])))
+def test_tokens_with_a_negative_slot_are_padding(builder_ops: str) -> None:
+    metadata = builder(builder_ops=BUILDER_OPS[builder_ops]).build(
+        batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, -1, -1]))
+    )
 
     assert metadata.is_valid_token.tolist() == [True, False, False]
     assert metadata.decode_swa_lens.tolist() == [5, 0, 0]
@@ -350,10 +358,10 @@ def test_without_cache_sizes_only_impossible_blocks_are_found() -> None:
 
 
 @all_builder_ops
-def test_without_validation_a_block_that_cannot_be_becomes_an_absent_slot(steps: str) -> None:
+def test_without_validation_a_block_that_cannot_be_becomes_an_absent_slot(builder_ops: str) -> None:
     table = GOOD.block_table.clone()
     table[0, 8:10] = torch.tensor([2**30, -5], dtype=I32)  # 2^30 blocks of 4 would wrap around to slot 0
-    metadata = builder(validate=False, steps=BUILDER_OPS[steps]).build(
+    metadata = builder(validate=False, builder_ops=BUILDER_OPS[builder_ops]).build(
         batch_of([1, 2, 9], [40, 5, 29], block_table=table)
     )
 
@@ -362,8 +370,8 @@ def test_without_validation_a_block_that_cannot_be_becomes_an_absent_slot(steps:
 
 
 @all_builder_ops
-def test_a_short_request_after_a_prefill_runs_as_a_prefill_when_asked(steps: str) -> None:
-    build = builder(short_prefills=True, steps=BUILDER_OPS[steps])
+def test_a_short_request_after_a_prefill_runs_as_a_prefill_when_asked(builder_ops: str) -> None:
+    build = builder(short_prefills=True, builder_ops=BUILDER_OPS[builder_ops])
     metadata = build.build_for(batch_of([1, 9, 0, 2], [5, 9, 0, 7]), [SWA, C4A, C128A])[SWA].swa
 
     assert (metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens, metadata.num_prefill_tokens) == (

@@ -63,11 +63,13 @@ def rows_of(metadata: AttentionMetadata) -> tuple[RequestRows, DenseIndices, Den
 
 
 @all_builder_ops
-def test_rows_that_the_builder_lists_share_keys_as_it_promises(steps: str) -> None:
+def test_rows_that_the_builder_lists_share_keys_as_it_promises(builder_ops: str) -> None:
     """Ragged drafts, an entry that is completed inside a step, tokens that are not real, and the window's first one."""
     batch = batch_of([3, 5, 4, 0, 1, 9], [3, 130, 34, 0, 40, 9])
     batch.slot_mapping[[4, 7]] = -1  # a token in the middle of a request, and its last one
-    rows, window, entries = rows_of(builder(LIMITS, steps=BUILDER_OPS[steps]).build_for(batch, [C128A])[C128A])
+    rows, window, entries = rows_of(
+        builder(LIMITS, builder_ops=BUILDER_OPS[builder_ops]).build_for(batch, [C128A])[C128A]
+    )
 
     check_request_rows(rows, window, entries)
 
@@ -81,9 +83,9 @@ def test_rows_that_the_builder_lists_share_keys_as_it_promises(steps: str) -> No
 
 
 @all_builder_ops
-def test_windows_of_replayed_requests_share_keys_too(steps: str) -> None:
+def test_windows_of_replayed_requests_share_keys_too(builder_ops: str) -> None:
     bounds = torch.tensor([18, 0], dtype=I32)
-    swa = builder(LIMITS, steps=BUILDER_OPS[steps]).build(batch_of([4, 3], [22, 9], replay_start=bounds))
+    swa = builder(LIMITS, builder_ops=BUILDER_OPS[builder_ops]).build(batch_of([4, 3], [22, 9], replay_start=bounds))
 
     assert swa.decode_requests is not None
     assert swa.decode_swa_lens.tolist() == [1, 2, 3, 4, 7, 8, 8]

@@ -23,14 +23,14 @@ from tests.harness import BUILDER_OPS, all_builder_ops
 INT = torch.int32
 
 
-def built(scenario: StepFixture, steps: str = "torch") -> AttentionMetadata:
+def built(scenario: StepFixture, builder_ops: str = "torch") -> AttentionMetadata:
     """Metadata of a scenario's batch."""
     builder = MetadataBuilder(
         scenario.geometry,
         scenario.limits,
         swa_block_size=scenario.swa_block_size,
         compressed_block_tokens=scenario.compressed_block_tokens,
-        steps=BUILDER_OPS[steps],
+        builder_ops=BUILDER_OPS[builder_ops],
     )
     return builder.build_for(scenario.batch(), [scenario.kind])[scenario.kind]
 
@@ -54,8 +54,8 @@ def int32(*values: int) -> Tensor:
 @all_builder_ops
 @given(scenario=scenarios(dead_block=-1))
 @examples(100)
-def test_window_metadata_equals_the_formulas(scenario: StepFixture, steps: str) -> None:
-    swa = built(scenario, steps).swa
+def test_window_metadata_equals_the_formulas(scenario: StepFixture, builder_ops: str) -> None:
+    swa = built(scenario, builder_ops).swa
     batch, window, size = scenario.batch(), scenario.layer.window, scenario.swa_block_size
     rows, lens = [], []
     for token in scenario.tokens:
@@ -82,7 +82,7 @@ def test_window_metadata_equals_the_formulas(scenario: StepFixture, steps: str) 
 @all_builder_ops
 @given(scenario=scenarios(kind=LayerKind.CSA), kind=st.sampled_from(["c4a", "c128a"]))
 @examples(75)
-def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: str, steps: str) -> None:
+def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: str, builder_ops: str) -> None:
     scenario = StepFixture(
         kind=kind,
         requests=scenario.requests,
@@ -94,7 +94,7 @@ def test_compressed_metadata_equals_the_formulas(scenario: StepFixture, kind: st
     )
     ratio = scenario.layer.compress_ratio
     per_block = scenario.compressed_block_tokens // ratio
-    metadata, batch = built(scenario, steps), scenario.batch()
+    metadata, batch = built(scenario, builder_ops), scenario.batch()
     compressed = compressed_of(metadata)
     assert batch.compressed_block_table is not None
     tables = batch.compressed_block_table.tolist()
@@ -141,11 +141,11 @@ def test_the_worked_example_of_flash(
     gather_len: int,
     windows: dict[int, tuple[int, int]],
     entries: dict[int, tuple[int, int]],
-    steps: str,
+    builder_ops: str,
 ) -> None:
     """Flash, blocks of 64 and 256: windows as (first position, length), entries of c4a and c128a."""
     flash, last = ModelGeometry.preset("flash"), context + count
-    builder = MetadataBuilder(flash, Limits(1, 512, 2048), steps=BUILDER_OPS[steps])
+    builder = MetadataBuilder(flash, Limits(1, 512, 2048), builder_ops=BUILDER_OPS[builder_ops])
     table = torch.arange(24, dtype=INT)[None]  # block i stands in page i, so a slot is a position
     seq_len, starts = int32(last), int32(0, count)
     batch = Batch(
@@ -184,9 +184,9 @@ def test_token_maps_skip_requests_without_tokens_and_give_padding_no_request() -
 
 
 @all_builder_ops
-def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) -> None:
-    geometry, limits, made_by = StepFixture(requests=[]).geometry, Limits(6, 64, 256), BUILDER_OPS[steps]
-    builder = MetadataBuilder(geometry, limits, swa_block_size=4, compressed_block_tokens=32, steps=made_by)
+def test_buffers_keep_their_addresses_and_their_tails_are_cleared(builder_ops: str) -> None:
+    geometry, limits, made_by = StepFixture(requests=[]).geometry, Limits(6, 64, 256), BUILDER_OPS[builder_ops]
+    builder = MetadataBuilder(geometry, limits, swa_block_size=4, compressed_block_tokens=32, builder_ops=made_by)
     big = StepFixture(kind="c128a", requests=[(90, 1), (60, 1), (33, 1), (10, 12), (0, 9)])
     small = StepFixture(kind="c128a", requests=[(40, 1), (0, 5)])
 

@@ -83,7 +83,7 @@ class Scenario:
         """The input of worker.py. folder: of the checkpoint. by_sglang: serve with SGLang's own attention."""
         environment = {**self.environment, "DSV4ATTN_SGLANG": "0" if by_sglang else "1"}
         if not by_sglang:
-            environment["DSV4ATTN_SGLANG_STEPS"] = self.steps
+            environment["DSV4ATTN_SGLANG_PARTS"] = self.steps
             if self.backend:
                 environment["DSV4ATTN_BACKEND"] = self.backend
         return {

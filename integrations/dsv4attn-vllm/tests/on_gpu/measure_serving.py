@@ -399,7 +399,7 @@ class Engine:
         self, plugin: str, options: dict[str, Any], folder: Path, steps: str, environment: Mapping[str, str]
     ) -> None:
         common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_STEPS": steps}
+        chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": steps}
         common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
         common |= {"DG_JIT_CACHE_DIR": str(folder / "deep-gemm"), **environment}
         self.ready_s, self.context = math.nan, dict[str, str]()
@@ -545,7 +545,7 @@ def case_of(text: str) -> tuple[int, int]:
 )
 @click.option("--tokens", default=64, show_default=True, help="that each request generates")
 @click.option("--turns", default=3, show_default=True, help="of each engine, after one that is not counted")
-@click.option("--steps", default="all", show_default=True, help="DSV4ATTN_VLLM_STEPS")
+@click.option("--steps", default="all", show_default=True, help="DSV4ATTN_VLLM_PARTS")
 @click.option("--linear-backend", default="auto", show_default=True, help="of vLLM, in both engines")
 @click.option("--max-num-batched-tokens", default=8192, show_default=True, help="of a step")
 @click.option("--captured", default=" ".join(map(str, CAPTURED)), show_default=True, help="tokens of captured graphs")

@@ -95,7 +95,7 @@ class Scenario:
         if by_vllm:
             environment["DSV4ATTN_VLLM"] = "0"
         else:
-            environment |= {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_STEPS": self.steps}
+            environment |= {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": self.steps}
             if self.backend:
                 environment["DSV4ATTN_BACKEND"] = self.backend
         rounds = [

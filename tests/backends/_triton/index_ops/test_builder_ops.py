@@ -161,7 +161,7 @@ def built(scenario: StepFixture, ops: BuilderOps, **options: Any) -> AttentionMe
         swa_block_size=scenario.swa_block_size,
         compressed_block_tokens=scenario.compressed_block_tokens,
         device=DEVICE or "cpu",
-        steps=ops,
+        builder_ops=ops,
         **options,
     )
     return builder.build_for(moved(scenario.batch(), to_device), [scenario.kind])[scenario.kind]
@@ -207,7 +207,9 @@ def flash() -> tuple[MetadataBuilder, Batch]:
         compressed_block_table=table,
     )
     limits = Limits(8, 512, 8192, num_speculative_tokens=2)
-    builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=kernels.BUILDER_OPS)
+    builder = MetadataBuilder(
+        ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", builder_ops=kernels.BUILDER_OPS
+    )
     return builder, moved(batch, to_device)
 
 
@@ -228,7 +230,7 @@ def test_a_build_of_one_rank_is_as_many_launches_and_equals_one_with_torch(rank:
     for ops in (kernels.BUILDER_OPS, BuilderOps()):
         limits = Limits(8, 512, 8192, num_speculative_tokens=2)
         builder = OwnedMetadataBuilder(
-            ownership, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=ops
+            ownership, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", builder_ops=ops
         )
         with observed() as seen:
             builds.append(builder.build_for(batch, list(LayerKind)))
@@ -267,7 +269,7 @@ def test_given_ops_the_builder_reads_nothing_from_a_device_and_allocates_nothing
     silent = Silent()
     ops = BuilderOps(**{field.name: getattr(silent, field.name) for field in fields(BuilderOps)})
     limits = Limits(8, 512, 8192, num_speculative_tokens=2)
-    builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device="meta", steps=ops)
+    builder = MetadataBuilder(ModelGeometry.preset("flash"), limits, device="meta", builder_ops=ops)
     elsewhere = moved(batch, lambda value: value.to("meta") if isinstance(value, Tensor) else value)
     with operations() as ran:
         builder.build_for(elsewhere, list(LayerKind))

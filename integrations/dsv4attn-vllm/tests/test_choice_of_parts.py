@@ -1,4 +1,4 @@
-"""Which steps run on dsv4attn: the variable, the devices of `auto`, and what is refused when layers are built."""
+"""Which parts run on dsv4attn: the variable, the devices of `auto`, and what is refused when layers are built."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from attrs import evolve
-from dsv4attn_vllm import hyper_connections, serving, steps
+from dsv4attn_vllm import hyper_connections, parts, serving
 from dsv4attn_vllm.compressor import Compressor
 from dsv4attn_vllm.cpu import CPUAttention
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import LOG, RefusedError
 from dsv4attn_vllm.index_metadata import IndexBackend
-from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, Selector
-from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, PROJECTION, Device
+from dsv4attn_vllm.indexer import IndexCache, IndexerParts, Selector
+from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, MHC, PROJECTION, Device
 from processes import execute, run
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.custom_op import op_registry_oot
@@ -50,7 +50,7 @@ def layer_of(config: VllmConfig, layer_class: type = CUDAAttention) -> CUDAAtten
 @pytest.mark.parametrize(
     ("device", "expected"),
     [
-        *[(device, steps.AUTO) for device in (AMPERE, CPU)],
+        *[(device, parts.AUTO) for device in (AMPERE, CPU)],
         *[(device, {PROJECTION}) for device in (HOPPER, BLACKWELL)],
         *[(device, set()) for device in (MI300, INTEL)],
     ],
@@ -60,10 +60,10 @@ def layer_of(config: VllmConfig, layer_class: type = CUDAAttention) -> CUDAAtten
 def test_auto_takes_what_vllm_has_no_kernels_for_and_its_rounding(
     monkeypatch: pytest.MonkeyPatch, device: Device, expected: set[str], text: str
 ) -> None:
-    monkeypatch.setenv(steps.VARIABLE, text)
+    monkeypatch.setenv(parts.VARIABLE, text)
 
-    assert steps.chosen(device) == expected
-    assert MHC not in steps.chosen(device)
+    assert parts.chosen(device) == expected
+    assert MHC not in parts.chosen(device)
 
 
 @pytest.mark.parametrize(
@@ -79,32 +79,32 @@ def test_auto_takes_what_vllm_has_no_kernels_for_and_its_rounding(
 def test_named_steps_are_taken_on_every_device(
     monkeypatch: pytest.MonkeyPatch, device: Device, text: str, expected: set[str]
 ) -> None:
-    monkeypatch.setenv(steps.VARIABLE, text)
+    monkeypatch.setenv(parts.VARIABLE, text)
 
-    assert steps.chosen(device) == expected
+    assert parts.chosen(device) == expected
 
 
 @pytest.mark.parametrize("text", [INDEXER, COMPRESSOR])
 def test_half_of_the_index_keys_is_refused_where_vllm_has_another_format(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setenv(steps.VARIABLE, text)
+    monkeypatch.setenv(parts.VARIABLE, text)
 
-    assert steps.chosen(HOPPER) == {text}
-    assert steps.chosen(evolve(BLACKWELL, mxfp4=True)) == {text}  # one format
+    assert parts.chosen(HOPPER) == {text}
+    assert parts.chosen(evolve(BLACKWELL, mxfp4=True)) == {text}  # one format
     with pytest.raises(RefusedError, match=f"another format on this GPU, got {text} -> name both of them"):
-        steps.chosen(BLACKWELL)
+        parts.chosen(BLACKWELL)
 
 
 def test_pages_that_only_vllm_knows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(steps.VARIABLE, "all")
+    monkeypatch.setenv(parts.VARIABLE, "all")
 
-    with pytest.raises(RefusedError, match="indexer_kv_dtype: expected fp8, for steps of dsv4attn on ROCm, got mxfp4"):
-        steps.chosen(evolve(MI300, mxfp4=True))
+    with pytest.raises(RefusedError, match="indexer_kv_dtype: expected fp8, for parts of dsv4attn on ROCm, got mxfp4"):
+        parts.chosen(evolve(MI300, mxfp4=True))
 
 
 def test_hyper_connections_in_compiled_code_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(steps.VARIABLE, "mhc")
+    monkeypatch.setenv(parts.VARIABLE, "mhc")
     config.compilation_config.mode = CompilationMode.VLLM_COMPILE
 
     with pytest.raises(
@@ -116,10 +116,10 @@ def test_hyper_connections_in_compiled_code_are_refused(config: VllmConfig, monk
 def test_a_backend_without_an_fp8_projection(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused by name, and left out of `auto` and `all`."""
     for text in ("auto", "all"):
-        monkeypatch.setenv(steps.VARIABLE, text)
+        monkeypatch.setenv(parts.VARIABLE, text)
         serving._serving.cache_clear()
-        assert PROJECTION not in serving.serving_of(config).steps
-    monkeypatch.setenv(steps.VARIABLE, "projection")
+        assert PROJECTION not in serving.serving_of(config).parts
+    monkeypatch.setenv(parts.VARIABLE, "projection")
     serving._serving.cache_clear()
     with pytest.raises(
         RefusedError, match=r"backend reference: expected projection=fp8, which .* asks for, got bf16 -> le"
@@ -128,7 +128,7 @@ def test_a_backend_without_an_fp8_projection(config: VllmConfig, monkeypatch: py
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
     serving._serving.cache_clear()
     served = serving.serving_of(config)
-    assert (served.steps, served.backend.projects_fp8) == ({PROJECTION}, True)
+    assert (served.parts, served.backend.projects_fp8) == ({PROJECTION}, True)
 
 
 def test_an_option_in_the_configuration_file_stays(
@@ -140,15 +140,15 @@ def test_an_option_in_the_configuration_file_stays(
 
     served = serving.serving_of(config)
 
-    assert (served.steps, served.backend.projects_fp8) == ({INDEXER, COMPRESSOR}, False)
+    assert (served.parts, served.backend.projects_fp8) == ({INDEXER, COMPRESSOR}, False)
 
 
 @pytest.mark.parametrize("layer_class", [CUDAAttention, CPUAttention])
-def test_classes_of_a_layer_by_its_steps(
+def test_classes_of_a_layer_by_its_parts(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, layer_class: type
 ) -> None:
     layer = layer_of(config, layer_class)
-    assert isinstance(layer.indexer, IndexerSteps)
+    assert isinstance(layer.indexer, IndexerParts)
     assert isinstance(layer.indexer, DeepseekV4Indexer)
     assert type(layer.indexer.indexer_op) is Selector
     assert type(layer.indexer.k_cache) is IndexCache
@@ -158,11 +158,11 @@ def test_classes_of_a_layer_by_its_steps(
 
 
 def test_none_leaves_vllms_own(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(steps.VARIABLE, "none")
+    monkeypatch.setenv(parts.VARIABLE, "none")
 
     layer = layer_of(config)
 
-    assert serving.serving_of(config).steps == set()
+    assert serving.serving_of(config).parts == set()
     assert type(layer.indexer) is DeepseekV4Indexer
     assert type(layer.indexer.k_cache) is DeepseekV4IndexerCache
     assert type(layer.compressor) is type(layer.indexer.compressor) is DeepseekCompressor
@@ -175,11 +175,11 @@ def test_an_indexer_is_built_where_vllms_needs_deep_gemm(config: VllmConfig, mon
 
     monkeypatch.setattr(sparse_attn_indexer, "has_deep_gemm", lambda: False)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
-    monkeypatch.setenv(steps.VARIABLE, "none")
+    monkeypatch.setenv(parts.VARIABLE, "none")
     with pytest.raises(RuntimeError, match="requires DeepGEMM"):
         layer_of(config)
     config.compilation_config.static_forward_context.clear()
-    monkeypatch.setenv(steps.VARIABLE, "indexer,compressor")
+    monkeypatch.setenv(parts.VARIABLE, "indexer,compressor")
 
     assert type(layer_of(config).indexer.indexer_op) is Selector
 
@@ -193,9 +193,9 @@ def test_kernels_that_will_not_run_are_not_compiled_ahead(
     registered: list[object] = []
     kernel = compressor._SAVE_PARTIAL_STATES_KERNEL
     monkeypatch.setattr(type(kernel), "register_warmup", lambda *_, **options: registered.append(options))
-    monkeypatch.setenv(steps.VARIABLE, text)
+    monkeypatch.setenv(parts.VARIABLE, text)
     config.kernel_config.enable_jit_warmup = True
-    with steps.without_warmup(config, steps.chosen(HOPPER)):
+    with parts.without_warmup(config, parts.chosen(HOPPER)):
         compressor.DeepseekCompressor(config, 4, 256, 128, prefix="one")
 
     assert bool(registered) is registers
@@ -227,7 +227,7 @@ def test_kernels_of_vllm_that_still_run_are_compiled_ahead(
         monkeypatch.setattr(
             type(kernel), "register_warmup", lambda *_, name=name, **options: registered.update({name: options})
         )
-    monkeypatch.setenv(steps.VARIABLE, text)
+    monkeypatch.setenv(parts.VARIABLE, text)
     config.kernel_config.enable_jit_warmup = asked
 
     layer = layer_of(config)
@@ -250,8 +250,8 @@ def test_the_log_says_once_which_steps_run(config: VllmConfig, monkeypatch: pyte
         layer_of(config)
         config.compilation_config.static_forward_context.clear()
 
-    expected = "dsv4attn-vllm: compressor, indexer on dsv4attn (DSV4ATTN_VLLM_STEPS)"
-    assert [text for text in said if steps.VARIABLE in text] == [expected]
+    expected = "dsv4attn-vllm: compressor, indexer on dsv4attn (DSV4ATTN_VLLM_PARTS)"
+    assert [text for text in said if parts.VARIABLE in text] == [expected]
 
 
 MODEL = """
@@ -260,12 +260,12 @@ logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm import ModelRegistry
-os.environ["DSV4ATTN_VLLM_STEPS"] = "mhd"
+os.environ["DSV4ATTN_VLLM_PARTS"] = "mhd"
 try:
     ModelRegistry.models["DeepseekV4ForCausalLM"].load_model_cls()
 except RuntimeError as error:
     refused = str(error)
-os.environ["DSV4ATTN_VLLM_STEPS"] = "mhc"
+os.environ["DSV4ATTN_VLLM_PARTS"] = "mhc"
 ModelRegistry.models["DeepseekV4ForCausalLM"].load_model_cls()
 from vllm.model_executor.custom_op import op_registry_oot
 print()
@@ -278,13 +278,13 @@ def test_a_model_is_refused_or_gets_its_hyper_connections_when_it_is_imported(tm
     printed = run(tmp_path, execute, {"code": MODEL})
 
     refused, ops = json.loads(printed.strip().splitlines()[-1])
-    assert "DSV4ATTN_VLLM_STEPS: expected auto, all, none, or some of" in refused
+    assert "DSV4ATTN_VLLM_PARTS: expected auto, all, none, or some of" in refused
     assert refused.endswith("got 'mhd' -> write mhc, or set DSV4ATTN_VLLM=0 to run vLLM's own attention")
     assert ops == ["HCHeadOp", "MHCFusedPostPreOp", "MHCPostOp", "MHCPreOp"]
     assert "replaced vllm.models.deepseek_v4.cpu.model.DeepseekV4CPUAttention, MHCPreOp, MHCPostOp" in printed
 
 
-STEP_KERNELS = {
+PART_KERNELS = {
     PROJECTION: {"quantize_output_kernel", "project_codes_kernel"},
     INDEXER: {"index_query_kernel", "score_kernel", "choose_kernel"},
     COMPRESSOR: {"save_kernel", "compress_kernel"},
@@ -297,7 +297,7 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     """The variants that a warm-up on an A100 compiles; nothing is compiled here."""
-    monkeypatch.setenv(steps.VARIABLE, text)
+    monkeypatch.setenv(parts.VARIABLE, text)
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
     serving_backend = serving.serving_of(config)
 
@@ -306,8 +306,8 @@ def test_kernels_of_steps_are_compiled_before_the_first_request(
         for variant in serving_backend.backend.kernel_variants(serving_backend.bounds(), DeviceFacts.named("a100"))
     }
 
-    around = {name for several in STEP_KERNELS.values() for name in several}
-    assert kernels & around == {name for step in serving_backend.steps for name in STEP_KERNELS[step]}
+    around = {name for several in PART_KERNELS.values() for name in several}
+    assert kernels & around == {name for part in serving_backend.parts for name in PART_KERNELS[part]}
     assert "attention" in kernels
 
 

@@ -1,4 +1,4 @@
-"""Which steps around attention run on dsv4attn instead of on SGLang's own kernels: `DSV4ATTN_SGLANG_STEPS`."""
+"""Which parts around attention run on dsv4attn instead of on SGLang's own kernels: `DSV4ATTN_SGLANG_PARTS`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from attrs import frozen
 
-from dsv4attn.integrations.engines import steps_named
-from dsv4attn.integrations.variables import SGLANG_STEPS
+from dsv4attn.integrations.engines import parts_named
+from dsv4attn.integrations.variables import SGLANG_PARTS
 from dsv4attn_sglang import records
 from dsv4attn_sglang.guard import RefusedError
 
-__all__ = ["GATHER", "INDEXER", "STEPS", "VARIABLE", "Device", "check", "chosen"]
+__all__ = ["GATHER", "INDEXER", "PARTS", "VARIABLE", "Device", "check", "chosen"]
 
-VARIABLE = SGLANG_STEPS
-"""Steps by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
+VARIABLE = SGLANG_PARTS
+"""Parts by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
 
-INDEXER, GATHER = STEPS = ("indexer", "gather")
+INDEXER, GATHER = PARTS = ("indexer", "gather")
 """indexer: scores of index keys, selection, and their metadata. Queries and index keys stay SGLang's. gather: the keys
 of a prompt are read from their pages."""
 
@@ -26,7 +26,7 @@ _VARIABLE = f"environment variable {VARIABLE}"
 
 @frozen
 class Device:
-    """What the choice of steps depends on.
+    """What the choice of parts depends on.
 
     sm: capability of a GPU of NVIDIA, as in 89; 0: another device. deep_gemm: whether DeepGEMM is installed and has
     kernels for this GPU, which is sm_90 or newer. other_scores: whether SGLang's variables choose scores in torch,
@@ -60,7 +60,7 @@ class Device:
 
     @property
     def lacking(self) -> frozenset[str]:
-        """The steps for which SGLang has nothing that runs here."""
+        """The parts for which SGLang has nothing that runs here."""
         if not self.sm:
             return frozenset()
         lacks_indexer = not self.deep_gemm and not self.other_scores
@@ -69,22 +69,22 @@ class Device:
 
 
 def chosen(device: Device) -> frozenset[str]:
-    """The steps that run on dsv4attn on a device.
+    """The parts that run on dsv4attn on a device.
 
-    Raises RefusedError for a step that is not served there, and if one is left out that SGLang cannot run.
+    Raises RefusedError for a part that is not served there, and if one is left out that SGLang cannot run.
     """
-    named = steps_named(VARIABLE, STEPS, RefusedError)
-    steps, cure = device.lacking if named is None else named, f"leave {VARIABLE} out"
-    if steps and not device.sm:
-        raise RefusedError(_VARIABLE, expected="none on this device", actual=_text(steps), cure=cure)
-    if not steps >= device.lacking:
+    named = parts_named(VARIABLE, PARTS, RefusedError)
+    parts, cure = device.lacking if named is None else named, f"leave {VARIABLE} out"
+    if parts and not device.sm:
+        raise RefusedError(_VARIABLE, expected="none on this device", actual=_text(parts), cure=cure)
+    if not parts >= device.lacking:
         expected = f"{_text(device.lacking)}, which SGLang's own kernels cannot do on this GPU"
-        raise RefusedError(_VARIABLE, expected=expected, actual=_text(steps) or "none", cure=cure)
-    return steps
+        raise RefusedError(_VARIABLE, expected=expected, actual=_text(parts) or "none", cure=cure)
+    return parts
 
 
-def _text(steps: frozenset[str]) -> str:
-    return ",".join(step for step in STEPS if step in steps)
+def _text(parts: frozenset[str]) -> str:
+    return ",".join(part for part in PARTS if part in parts)
 
 
 def check(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner

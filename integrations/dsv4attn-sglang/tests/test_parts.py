@@ -1,4 +1,4 @@
-"""Which steps around attention run on dsv4attn on which GPU, and what is refused there."""
+"""Which parts around attention run on dsv4attn on which GPU, and what is refused there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import fakes
 import pytest
-from dsv4attn_sglang import serving, steps
+from dsv4attn_sglang import parts, serving
 from dsv4attn_sglang.guard import RefusedError
 from kit import case, runner_of
 from test_plugin import run
@@ -29,7 +29,7 @@ def test_auto_takes_the_steps_that_sglang_cannot_run(
 ) -> None:
     fakes.on_cuda(monkeypatch.setattr, sm, deep_gemm=deep_gemm)
 
-    assert steps.chosen(steps.Device.here()) == expected
+    assert parts.chosen(parts.Device.here()) == expected
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_auto_takes_the_steps_that_sglang_cannot_run(
 def test_scores_that_the_user_chose_in_sglang_stay(kit: Any, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     fakes.on_cuda(monkeypatch.setattr, 89)
     monkeypatch.setenv(variable, "1")
-    assert steps.chosen(steps.Device.here()) == frozenset()
+    assert parts.chosen(parts.Device.here()) == frozenset()
 
-    monkeypatch.setenv(steps.VARIABLE, "none")
-    assert steps.chosen(steps.Device.here()) == frozenset()
+    monkeypatch.setenv(parts.VARIABLE, "none")
+    assert parts.chosen(parts.Device.here()) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_scores_that_the_user_chose_in_sglang_stay(kit: Any, monkeypatch: pytest
 def test_steps_may_be_asked_for_elsewhere(
     kit: Any, monkeypatch: pytest.MonkeyPatch, word: str, expected: set[str]
 ) -> None:
-    monkeypatch.setenv(steps.VARIABLE, word)
+    monkeypatch.setenv(parts.VARIABLE, word)
 
-    assert steps.chosen(steps.Device.here()) == expected
+    assert parts.chosen(parts.Device.here()) == expected
 
 
 REFUSED = [
@@ -74,10 +74,10 @@ REFUSED = [
 def test_words_that_cannot_be_served_are_refused(
     monkeypatch: pytest.MonkeyPatch, word: str, sm: int, said: str
 ) -> None:
-    monkeypatch.setenv(steps.VARIABLE, word)
+    monkeypatch.setenv(parts.VARIABLE, word)
 
-    with pytest.raises(RefusedError, match=f"environment variable DSV4ATTN_SGLANG_STEPS: {said}"):
-        steps.chosen(steps.Device(sm, deep_gemm=False))
+    with pytest.raises(RefusedError, match=f"environment variable DSV4ATTN_SGLANG_PARTS: {said}"):
+        parts.chosen(parts.Device(sm, deep_gemm=False))
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89])
@@ -112,7 +112,7 @@ def test_index_keys_of_four_bits_are_refused(kit: Any, monkeypatch: pytest.Monke
     with pytest.raises(
         RefusedError, match="--enable-deepseek-v4-fp4-indexer: expected off, for indexer on dsv4attn, got"
     ):
-        steps.check(runner)
+        parts.check(runner)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_a_process_on_such_a_gpu_replaces_what_it_lacks_and_says_so(sm: int) -> 
     result = run(f"older_gpu({sm})", DSV4ATTN_BACKEND="reference")
 
     said = [line for line in result["lines"] if line.startswith("dsv4attn-sglang")]
-    assert "dsv4attn-sglang: indexer: scores and selection of reference (DSV4ATTN_SGLANG_STEPS)" in said
-    gathers = "dsv4attn-sglang: gather: keys of prompts by reference (DSV4ATTN_SGLANG_STEPS)"
+    assert "dsv4attn-sglang: indexer: scores and selection of reference (DSV4ATTN_SGLANG_PARTS)" in said
+    gathers = "dsv4attn-sglang: gather: keys of prompts by reference (DSV4ATTN_SGLANG_PARTS)"
     assert (gathers in said) is (sm < 89)
     [replaced] = [line for line in said if line.startswith("dsv4attn-sglang: replaced ")]
     targets = [

@@ -1,4 +1,4 @@
-"""Which steps around attention run on dsv4attn instead of on vLLM's own kernels: `DSV4ATTN_VLLM_STEPS`."""
+"""Which parts around attention run on dsv4attn instead of on vLLM's own kernels: `DSV4ATTN_VLLM_PARTS`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from attrs import frozen
 
-from dsv4attn.integrations.engines import steps_named, words_of
-from dsv4attn.integrations.variables import VLLM_STEPS
+from dsv4attn.integrations.engines import parts_named, words_of
+from dsv4attn.integrations.variables import VLLM_PARTS
 from dsv4attn_vllm.guard import RefusedError
 
 __all__ = [
@@ -18,33 +18,33 @@ __all__ = [
     "COMPRESSOR",
     "INDEXER",
     "MHC",
+    "PARTS",
     "PROJECTION",
-    "STEPS",
     "VARIABLE",
     "Device",
     "chosen",
     "is_named",
     "register_remaining",
-    "requested_steps",
-    "v41_steps",
+    "requested_parts",
+    "v41_parts",
     "without_mhc_warmup",
     "without_warmup",
 ]
 
-VARIABLE = VLLM_STEPS
-"""Steps by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
+VARIABLE = VLLM_PARTS
+"""Parts by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
 
-INDEXER, COMPRESSOR, PROJECTION, MHC = STEPS = ("indexer", "compressor", "projection", "mhc")
+INDEXER, COMPRESSOR, PROJECTION, MHC = PARTS = ("indexer", "compressor", "projection", "mhc")
 """indexer: queries of the indexer, selection, and their metadata. compressor: states and entries of both compressors.
 projection: fp8 `wo_a` is multiplied as it is; without it, it is converted to bf16. mhc: hyper-connections."""
 
 AUTO = frozenset({INDEXER, COMPRESSOR, PROJECTION})
-"""Steps that `auto` means where vLLM has no kernels for them."""
+"""Parts that `auto` means where vLLM has no kernels for them."""
 
 
 @frozen
 class Device:
-    """What the choice of steps depends on.
+    """What the choice of parts depends on.
 
     platform: as `replacements.platform_name`. deep_gemm: whether DeepGEMM is installed and runs on this device; vLLM's
     indexer on CUDA has nothing else. packed_scales: whether vLLM's index keys have four exponents where dsv4attn's have
@@ -79,23 +79,23 @@ class Device:
         )
 
 
-def requested_steps() -> frozenset[str] | None:
-    """The steps that the variable names, or None for `auto`. Raises RefusedError for any other word."""
-    return steps_named(VARIABLE, STEPS, RefusedError)
+def requested_parts() -> frozenset[str] | None:
+    """The parts that the variable names, or None for `auto`. Raises RefusedError for any other word."""
+    return parts_named(VARIABLE, PARTS, RefusedError)
 
 
-def is_named(step: str) -> bool:
-    """Whether the variable names this step itself, not by `all` or `auto`. A named step that cannot run is refused."""
-    return step in words_of(VARIABLE)
+def is_named(part: str) -> bool:
+    """Whether the variable names this part itself, not by `all` or `auto`. A named part that cannot run is refused."""
+    return part in words_of(VARIABLE)
 
 
 def chosen(device: Device) -> frozenset[str]:
-    """The steps that run on dsv4attn on a device.
+    """The parts that run on dsv4attn on a device.
 
     Raises RefusedError for what cannot run: one of indexer and compressor without the other where vLLM's format
     differs, 4 bits on ROCm, whose pages are vLLM's own, and hyper-connections inside of compiled code.
     """
-    named = requested_steps()
+    named = requested_parts()
     if named is None:
         if device.platform == "cpu" or (device.platform == "cuda" and not device.deep_gemm):
             return AUTO
@@ -107,7 +107,7 @@ def chosen(device: Device) -> frozenset[str]:
     together = {INDEXER, COMPRESSOR}
     if device.platform == "rocm" and device.mxfp4 and named & together:
         cure = f"leave indexer_kv_dtype out, or name neither in {VARIABLE}"
-        raise RefusedError("indexer_kv_dtype", expected="fp8, for steps of dsv4attn on ROCm", actual="mxfp4", cure=cure)
+        raise RefusedError("indexer_kv_dtype", expected="fp8, for parts of dsv4attn on ROCm", actual="mxfp4", cure=cure)
     if len(named & together) == 1 and device.packed_scales and not device.mxfp4:
         expected = "indexer and compressor, or neither: vLLM's index keys have another format on this GPU"
         cure = "name both of them"
@@ -117,28 +117,28 @@ def chosen(device: Device) -> frozenset[str]:
     return named
 
 
-def v41_steps(device: Device) -> frozenset[str]:
-    """The steps around attention of DeepSeek-V4.1 that run on dsv4attn on a device: indexer and compressor, or none.
+def v41_parts(device: Device) -> frozenset[str]:
+    """The parts around attention of DeepSeek-V4.1 that run on dsv4attn on a device: indexer and compressor, or none.
 
-    Raises RefusedError for another step that is named, for one of the two without the other, as index keys of vLLM have
+    Raises RefusedError for another part that is named, for one of the two without the other, as index keys of vLLM have
     another format on some GPUs, for index keys of 4 bits on ROCm, and for `none` where vLLM's indexer does not run.
     """
-    named, both = requested_steps(), frozenset({INDEXER, COMPRESSOR})
-    for step in filter(is_named, (PROJECTION, MHC)):
-        expected, cure = "indexer and compressor, as the others of DeepSeek-V4.1 are vLLM's", f"leave {step} out"
-        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=step, cure=cure)
+    named, both = requested_parts(), frozenset({INDEXER, COMPRESSOR})
+    for part in filter(is_named, (PROJECTION, MHC)):
+        expected, cure = "indexer and compressor, as the others of DeepSeek-V4.1 are vLLM's", f"leave {part} out"
+        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=part, cure=cure)
     lacks_indexer = device.platform == "cuda" and not device.deep_gemm
-    steps = (both if lacks_indexer else frozenset()) if named is None else named & both
-    if len(steps) == 1:
+    parts = (both if lacks_indexer else frozenset()) if named is None else named & both
+    if len(parts) == 1:
         expected, cure = "indexer and compressor, or neither, for DeepSeek-V4.1", "name both of them"
-        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=min(steps), cure=cure)
-    if lacks_indexer and not steps:
+        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=min(parts), cure=cure)
+    if lacks_indexer and not parts:
         expected, cure = "indexer and compressor, as vLLM's need DeepGEMM", f"leave {VARIABLE} out"
         raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual="none", cure=cure)
-    if steps and device.platform == "rocm" and device.mxfp4:
+    if parts and device.platform == "rocm" and device.mxfp4:
         cure = f"leave indexer_kv_dtype out, or name neither in {VARIABLE}"
-        raise RefusedError("indexer_kv_dtype", expected="fp8, for steps of dsv4attn on ROCm", actual="mxfp4", cure=cure)
-    return steps
+        raise RefusedError("indexer_kv_dtype", expected="fp8, for parts of dsv4attn on ROCm", actual="mxfp4", cure=cure)
+    return parts
 
 
 _asked_for_warmup: ContextVar[bool | None] = ContextVar("asked_for_warmup", default=None)
@@ -146,7 +146,7 @@ _asked_for_warmup: ContextVar[bool | None] = ContextVar("asked_for_warmup", defa
 
 
 @contextmanager
-def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[bool]:  # noqa: ANN401 - vLLM's VllmConfig
+def without_warmup(vllm_config: Any, parts: frozenset[str]) -> Iterator[bool]:  # noqa: ANN401 - vLLM's VllmConfig
     """Let layers that are built here not register kernels that will not run, and do not compile on every GPU.
 
     vLLM compiles registered kernels ahead and fails if one of them cannot be. It registers those of indexer, compressor
@@ -155,7 +155,7 @@ def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[bool]:  
     """
     kernels, requested = vllm_config.kernel_config, _asked_for_warmup.get()
     was_enabled = kernels.enable_jit_warmup
-    is_asked, replaces = was_enabled if requested is None else requested, bool(steps & {INDEXER, COMPRESSOR})
+    is_asked, replaces = was_enabled if requested is None else requested, bool(parts & {INDEXER, COMPRESSOR})
     kernels.enable_jit_warmup = is_asked and not replaces
     try:
         yield is_asked and replaces
@@ -193,7 +193,7 @@ def register_remaining(layer: Any, vllm_config: Any) -> None:  # noqa: ANN401 - 
 def without_mhc_warmup(vllm_config: Any) -> Iterator[None]:  # noqa: ANN401 - vLLM's VllmConfig
     """Let a model that is built here not register kernels of hyper-connections. Layers of attention still register.
 
-    vLLM imports TileLang for the registration, which need not be installed where dsv4attn runs that step.
+    vLLM imports TileLang for the registration, which need not be installed where dsv4attn runs that part.
     """
     kernels = vllm_config.kernel_config
     was_enabled = kernels.enable_jit_warmup
