@@ -61,6 +61,9 @@ __all__ = [
 
 LANES = 64
 """Number of maxima that `score` writes for each run of entries."""
+SPILLS = 320
+"""Bytes that a thread stores and loads in the tile of 128 entries with maxima on sm_90 with Triton 3.6, with which that
+tile was measured; with Triton 3.9 none."""
 PAGE = 64
 """Consecutive entries that are in one page if the page size is a multiple of PAGE."""
 
@@ -376,6 +379,7 @@ def _launch(
         _constants(facts_of(keys, values, tile, exact_sums=exact_sums), fill=fill, group=group),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        spills=SPILLS if maxima is not None and tile.entries > LANES else 0,
     )  # fmt: skip
 
 
