@@ -61,7 +61,7 @@ def answer(words):
 
 if not INTERPRETED:
     triton.runtime.driver.set_active(Hopper())
-for words in ({"VALUE": 2.0}, {"VALEU": 2.0}, {"value": 2.0}, {"num_warps": 8}, {"num_warp": 8}):
+for words in ({"VALUE": 2.0}, {"VALUES": 2.0}, {"value": 2.0}, {"num_warps": 8}, {"num_warp": 8}):
     print(triton.__version__, words, answer(words))
 PROBE
 export TRITON_CACHE_DIR="$folder/cache" TRITON_DEFAULT_FP_FUSION=1
@@ -73,22 +73,22 @@ done > seen
 
 cat > expected <<'EXPECTED'
 3.6.0 {'VALUE': 2.0} interpreted: writes [2.0, 2.0]
-3.6.0 {'VALEU': 2.0} interpreted: writes [1.0, 1.0]
+3.6.0 {'VALUES': 2.0} interpreted: writes [1.0, 1.0]
 3.6.0 {'value': 2.0} interpreted: writes [1.0, 1.0]
 3.6.0 {'num_warps': 8} interpreted: writes [1.0, 1.0]
 3.6.0 {'num_warp': 8} interpreted: writes [1.0, 1.0]
 3.6.0 {'VALUE': 2.0} compiled: no error
-3.6.0 {'VALEU': 2.0} compiled: raises KeyError: 'Keyword argument VALEU was specified but unrecognised'
+3.6.0 {'VALUES': 2.0} compiled: raises KeyError: 'Keyword argument VALUES was specified but unrecognised'
 3.6.0 {'value': 2.0} compiled: raises KeyError: 'Keyword argument value was specified but unrecognised'
 3.6.0 {'num_warps': 8} compiled: no error
 3.6.0 {'num_warp': 8} compiled: raises KeyError: 'Keyword argument num_warp was specified but unrecognised'
 3.9.0 {'VALUE': 2.0} interpreted: writes [2.0, 2.0]
-3.9.0 {'VALEU': 2.0} interpreted: writes [1.0, 1.0]
+3.9.0 {'VALUES': 2.0} interpreted: writes [1.0, 1.0]
 3.9.0 {'value': 2.0} interpreted: writes [1.0, 1.0]
 3.9.0 {'num_warps': 8} interpreted: writes [1.0, 1.0]
 3.9.0 {'num_warp': 8} interpreted: writes [1.0, 1.0]
 3.9.0 {'VALUE': 2.0} compiled: no error
-3.9.0 {'VALEU': 2.0} compiled: raises KeyError: 'Keyword argument VALEU was specified but unrecognised'
+3.9.0 {'VALUES': 2.0} compiled: raises KeyError: 'Keyword argument VALUES was specified but unrecognised'
 3.9.0 {'value': 2.0} compiled: raises KeyError: 'Keyword argument value was specified but unrecognised'
 3.9.0 {'num_warps': 8} compiled: no error
 3.9.0 {'num_warp': 8} compiled: raises KeyError: 'Keyword argument num_warp was specified but unrecognised'
