@@ -5,7 +5,7 @@
 #   one is asked for.
 # Behaviour: in 3.6.0 the field is a plain int. tl.arange, tl.full, tl.reshape, axes and branches take it, but
 #   tl.multiple_of, tl.max_contiguous, tl.zeros and tl.static_range raise: "'int' object is not iterable" is all that
-#   two of them say. A field that is a named tuple itself cannot be handed to another function, whatever the parameter is.
+#   two of them say. A field that is a named tuple itself cannot be handed to a function, neither as a plain parameter nor as a constexpr.
 #   3.9.0 takes all of them. In 3.6.0 a local `A: tl.constexpr = F.align`, or a field that is given as
 #   tl.constexpr(16), helps.
 # Who is hurt: libraries whose kernels are written with a newer Triton than torch 2.11 installs.

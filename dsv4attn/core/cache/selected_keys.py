@@ -106,8 +106,9 @@ class RequestRows:
     values give right results. `core.torch_ops.request_rows` has the definition of groups, and checks the promise.
 
     token_to_req: [T] int32 - request of each row, negative for a token that is not real.
-    query_start_loc: [R + 1] int32 - row with which each request begins; in a prompt, maybe all as many rows later. R is
-       the number of decode requests, but a captured graph may be replayed with more of them.
+    query_start_loc: [R + 1] int32 - row with which each request begins. Rows of a prompt may be counted from an earlier
+       row, such as the first of the batch: groups need differences only. R is the number of requests, but a captured
+       graph of a decode may be replayed with more of them.
     max_tokens: most rows of a request, on the host, also in replays of a captured graph.
     num_requests: requests that have rows, on the host; None: R.
     """

@@ -154,7 +154,8 @@ class DeepseekSparseSWAMetadata:
     decode_requests: which decode rows are of one request, and so share keys of the window, see `RequestRows`; None:
        rows may list any keys, as rows of more than W columns may. `MetadataBuilder` gives it where requests may have
        drafts and the batch is causal.
-    prefill_requests: the same of the prefill rows. Entries of c128a layers share by `c128a_prefill_topk_indices`.
+    prefill_requests: the same of the prefill rows. Their entries on c128a layers are shared too, because
+       `c128a_prefill_topk_indices` numbers them from 0 in every row.
     build_state: of the build that made the metadata: layers refuse metadata after a later one. None: not known, as of
        metadata that an engine fills itself, or that were built with `full_width` for a graph, which a replay reads.
 

@@ -1,4 +1,4 @@
-"""What decode rows of one request share: a check of what `RequestRows` promises."""
+"""What rows of one request share: a check of what `RequestRows` promises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FARTHEST = 8
 def check_request_rows(request_rows: RequestRows, window: DenseIndices, entries: DenseIndices | None = None) -> None:
     """Raise ArgumentError unless the rows of each request share keys as `RequestRows` promises. Reads values.
 
-    request_rows: rows of a decode.
+    request_rows: rows of a decode, or of a chunk of a prompt.
     window: slots of the window of each row.
     entries: slots of all visible entries of each row; None where nothing is promised of them.
     """

@@ -21,6 +21,7 @@ from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.random_step import StepFixture, step
 from tests.backends._triton.cache.caches import DEVICE
+from tests.backends.sm90.test_index_logits import hopper
 
 FEW = ((126, 3), (0, 2), (300, 4, 1))
 """An entry that is completed inside a step, a request that begins, a rejected draft."""
@@ -127,3 +128,13 @@ def test_warm_up_has_the_forms_of_drafts_where_requests_may_have_them(drafts_of_
     sizes = {dict(form.constants)["G"] for form in forms if form.name == "list_groups"}
     assert sizes == ({4, 8} if drafts_of_requests else {8}), "prompts have groups of eight"
     assert LayerKind.HCA in {layer.kind for layer in bounds.layers}
+
+
+class TestOnDevice:
+    pytestmark = hopper
+
+    @pytest.mark.parametrize(("kind", "heads"), [("c128a", 8), ("c128a", 16), ("swa", 8)])
+    def test_long_prompts_share_tiles_by_the_model_of_times(self, kind: str, heads: int) -> None:
+        fixture = evolve(prompts(kind, heads), requests=((50, 1), (300, 21), (1300, 3000)))
+
+        assert groups_in(Sm90Backend(), fixture)["list_groups"] == 64 // heads
