@@ -254,7 +254,9 @@ def share(
     owned = tokens <= parts
     own = longest
     if not WHOLE_ROWS:
-        own = cdiv(longest, tl.maximum(tl.minimum(parts // tl.maximum(tokens, 1), longest // least), 1))
+        # least is never 0: its maximum with 1 keeps ptxas of Triton 3.9 from spilling in every role of short calls
+        each = tl.minimum(parts // tl.maximum(tokens, 1), longest // tl.maximum(least, 1))
+        own = cdiv(longest, tl.maximum(each, 1))
         own += own & odd
         whole = (longest - length) * parts <= SPLIT * tokens
         owned = owned & (whole | (own <= length))

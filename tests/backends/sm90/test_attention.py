@@ -287,7 +287,7 @@ PLANTS = {
     "a part too many": ("parts", "tl.where(i + u < count", "tl.where(i + u <= count"),
     "parts of a later round weigh the same": ("parts", "tl.where(of_first, shrink0[:, None], shrink1[:, None])", "1.0"),
     "lines of programs where no row begins": ("interpreted", "    clear_split(table, chunk)\n", ""),
-    "the row of a program's line, for the program": ("parts", "tl.where(by_program != 0, line, other)", "other"),
+    "the row of a program's line, for the program": ("parts", "tl.where(by_program, line, other)", "other"),
     "parts of one row weigh the same": (
         "parts",
         "tl.exp2(lses0[u] - grown0), tl.exp2(lses1[u] - grown1)",
@@ -331,7 +331,9 @@ HARD = [
     evolve(BASE, tokens=1, seed=14),
     evolve(BASE, tokens=2, widths=(0, 0)),
     evolve(BASE, layouts=(OCP,), tokens=5, widths=(700, 0), seed=3),
+    evolve(BASE, layouts=(OCP,), tokens=3, widths=(1400, 0), heads=3, seed=2),
     PARTS,
+    OWN["rows over several programs"],
 ]
 
 
