@@ -19,6 +19,7 @@ from dsv4attn.tools.cli.common import console, require_torch, write_file
 from dsv4attn.tools.cli.options import (
     DECIDED_BACKEND,
     JSON,
+    OPTION,
     SAVE,
     command_line,
     flag,
@@ -43,6 +44,7 @@ __all__ = ["bench_context"]
 @click.command(short_help="Time decode over ranks, under torchrun, and compare it with one rank.")
 @options(
     DECIDED_BACKEND,
+    OPTION,
     text(
         "--cases",
         metavar="NAMES",
@@ -78,6 +80,7 @@ def bench_context(
     ctx: click.Context,
     *,
     backend: str | None,
+    backend_options: dict[str, str],
     cases: str | None,
     requests: int | None,
     contexts: tuple[int, ...] | None,
@@ -115,7 +118,7 @@ def bench_context(
     size, default = context_size(place.type), [name for name in CONTEXT_CASES if name.startswith("flash")]
     names = named("case", cases, list(CONTEXT_CASES), default)
     decodes = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
-    name, chosen = _backend(backend, decodes, place, capture=graph)
+    name, chosen = _backend(backend, backend_options, decodes, place, capture=graph)
     options = _Asked(
         name,
         chosen,
@@ -196,7 +199,9 @@ def _show(run: ContextRun, save: Path | None, *, as_json: bool) -> None:
         console().print(context_text(run), crop=False)
 
 
-def _backend(name: str | None, cases: list[ContextCase], place: torch.device, *, capture: bool) -> tuple[str, Backend]:
+def _backend(
+    name: str | None, options: dict[str, str], cases: list[ContextCase], place: torch.device, *, capture: bool
+) -> tuple[str, Backend]:
     """The named backend, or the one that selection gives for all cases. Raises NoBackendError with reasons."""
     from attrs import evolve
 
@@ -205,4 +210,4 @@ def _backend(name: str | None, cases: list[ContextCase], place: torch.device, *,
 
     problems = [evolve(problem_of(case.case), lse=True, capture=capture) for case in cases]
     chosen = resolve(problems, backend=name, device=place).require().info.name
-    return chosen, load_backend(chosen)
+    return chosen, load_backend(chosen, **options)

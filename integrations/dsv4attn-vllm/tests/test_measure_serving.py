@@ -160,14 +160,19 @@ def test_profiles_of_cases_sizes_of_graphs_and_routing_are_asked_for(tmp_path: P
 def test_engines_run_in_processes_of_their_own_where_nothing_is_profiled(tmp_path: Path) -> None:
     folder, options = tmp_path / "kept", ["--only", OF_VLLM, "--cases", "1x8"]
 
-    for more, multiprocessing in (["--engine-process"], "1"), ([], "0"):
+    for more, multiprocessing in (["--engine-process"], "1"), (["--gpus", "8"], "1"), ([], "0"):
         report, result = run(tmp_path, *options, "--folder", str(folder), *more)
         assert result.exit_code == 0
-        assert report.get("engine_process", False) is bool(more)
-        assert f"{multiprocessing=}" in (folder / "vllm.log").read_text()
+        assert report.get("engine_process", False) is ("--engine-process" in more)
+        assert report.get("gpus", 1) == (8 if "--gpus" in more else 1)
+        log = (folder / "vllm.log").read_text()
+        assert f"{multiprocessing=}" in log
+        assert ('"tensor_parallel_size": 8' in log) is ("8 x a device" in result.output) is ("--gpus" in more)
     refused = CliRunner().invoke(measure_serving.main, ["--engine-process", "--profile", str(tmp_path)])
     assert refused.exit_code == 2
     assert "--profile needs steps in the process that it profiles" in " ".join(refused.output.split())
+    refused = CliRunner().invoke(measure_serving.main, ["--gpus", "2", "--profile", str(tmp_path)])
+    assert "--profile needs steps in the process that it profiles: take one GPU" in " ".join(refused.output.split())
 
 
 def test_steps_of_decode_alone_are_those_between_the_last_first_token_and_the_first_last_token() -> None:

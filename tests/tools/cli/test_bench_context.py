@@ -48,8 +48,8 @@ def refused(*args: str, **env: str | None) -> str:
     return str(result.stderr)
 
 
-def torchrun(folder: Path, program: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(folder: Path, program: list[str], *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     command = [*launch, *program, "bench-context", *SMALL, *options]
     return subprocess.run(command, cwd=folder, env=env, timeout=120, capture_output=True, text=True, check=False)
@@ -136,6 +136,28 @@ def test_two_ranks_print_and_save_once_and_agree_with_one(tmp_path: Path) -> Non
     assert c128a["formula"] == {"attention": 65792}
     # 525 entries: 9 pages of 64 on one rank, and 5 where 263 are
     assert (c4a["share"], c4a["one_bytes"]["entries"], c4a["selected"]) == (5 / 9, 2 * 9 * 37440, 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_any_number_of_ranks_agrees_with_one(tmp_path: Path, ranks: int) -> None:
+    option = "--option", f"deterministic={'true' if ranks == 4 else 'false'}"
+    done = torchrun(tmp_path, ["-m", "dsv4attn"], "--save", "run.json", *option, ranks=ranks)
+
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert (saved["ranks"], saved["ok"]) == (ranks, True)
+    for result in saved["results"]:
+        assert 0 < result["error"] < 5e-3
+        assert result["sent"] == result["formula"]
+        assert {time["one"]["median"] > 0 for time in result["times"]} == {True}
+        # whole pages of 64 entries
+        assert result["share"] <= 1 / ranks + 1 / 2
+
+
+def test_options_reach_the_backend() -> None:
+    said = refused("--device", "cpu", "--backend", "reference", "--option", "exact=1")
+    assert "option 'exact' of backend reference" in said
 
 
 @pytest.mark.mutation

@@ -19,6 +19,9 @@ The file of results has the longest of these steps too (`longest_step_ms`), how 
 With `--experts 32` a layer has an eighth of Flash's experts, as one of eight ranks of expert parallelism. More layers
 fit, and attention has its share of a step as there, where ranks exchange tokens besides.
 
+With `--gpus N` both engines divide heads and experts over the same N GPUs (`tensor_parallel_size`), by turns, and
+`--memory` is of each GPU. `--options '{"enable_expert_parallel": true}'` gives each GPU whole experts.
+
 Weights are equal in both engines, and tokens of a step are spread over the experts evenly, unless `--routing model` is
 passed: a model with random weights sends tokens to few experts or to many, by chance, and experts are most of a step.
 
@@ -26,9 +29,9 @@ With `--profile` each engine serves each case once more, and writes files about 
 (milliseconds of a step, and those in which the device was busy), kernels.txt, host.txt, python.txt, trace.json.gz.
 Files that begin with prefill are about the first step, with prompts.
 
-With `--engine-process` vLLM schedules and runs steps in a process of its own, as `vllm serve` does; another one makes
-answers of the tokens meanwhile. A step is then measured as the second process sees it, and collections of garbage, the
-device's allocations and profiles, which are facts of the first one, are left out.
+With `--engine-process`, and with several GPUs, vLLM schedules and runs steps in a process of its own, as `vllm serve`
+does; another one makes answers of the tokens meanwhile. A step is then measured as the second process sees it, and
+collections of garbage, the device's allocations and profiles, which are facts of the first one, are left out.
 
 An engine that does not start, or ends, is left out: the end of its log is printed, and the other one is measured. The
 file of results is written after each case.
@@ -561,6 +564,7 @@ def case_of(text: str) -> tuple[int, int]:
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
 @click.option("--at-once", is_flag=True, help="start both engines at once; how long they take is then not measured")
 @click.option("--options", "more", default="{}", help="of vLLM's LLM, more for both engines, as JSON")
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
 @click.option("--engine-process", is_flag=True, help="schedule and run steps in a process of their own; no profiles")
 @click.option("--folder", type=Path, help="for logs and compiled code; with that of an earlier run, both start warm")
 @click.option("--only", type=click.Choice([OF_DSV4ATTN, OF_VLLM]), help="one engine alone")
@@ -583,14 +587,16 @@ def main(
     start_limit: float,
     at_once: bool,
     more: str,
+    gpus: int,
     engine_process: bool,
     folder: Path | None,
     only: str | None,
     out: Path | None,
 ) -> None:
     """See the module."""
-    if engine_process and profile is not None:
-        raise click.UsageError("--profile needs steps in the process that it profiles: leave --engine-process out")
+    if (engine_process or gpus > 1) and profile is not None:
+        cure = "take one GPU" if gpus > 1 else "leave --engine-process out"
+        raise click.UsageError(f"--profile needs steps in the process that it profiles: {cure}")
     kinds = (layers or LAYERS[model]).split()
     experts = experts or EXPERTS[model]["n_routed_experts"]
     options = {
@@ -606,6 +612,7 @@ def main(
         "enable_prefix_caching": False,
         "linear_backend": linear_backend,
         "compilation_config": {"cudagraph_capture_sizes": [int(count) for count in captured.split()]},
+        **({"tensor_parallel_size": gpus} if gpus > 1 else {}),
         **json.loads(more),
     }
     folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-vllm-"))
@@ -625,12 +632,13 @@ def main(
         "routing": routing,
         "options": json.loads(more),
         **({"engine_process": True} if engine_process else {}),
+        **({"gpus": gpus} if gpus > 1 else {}),
         "ready_s": {},
         "failed": {},
         "cases": [],
     }
     run, environment = Run(report, out), {ROUTING: EVEN} if routing == EVEN else {}
-    environment |= ENGINE_PROCESS if engine_process else {}
+    environment |= ENGINE_PROCESS if engine_process or gpus > 1 else {}
     try:
         chosen = [plugin for plugin in PLUGINS if only in (None, plugin)]
         engines = ((plugin, Engine(plugin, options, folder, steps, environment)) for plugin in chosen)
@@ -686,7 +694,8 @@ def started(report: Mapping[str, Any]) -> str:
 
 def table_of(report: Mapping[str, Any]) -> Table:
     """The results as a table."""
-    title = f"{report['model']}, {len(report['layers'])} layers, {report.get('device', 'no device')}, {report['date']}"
+    device = f"{report.get('gpus', 1)} x {report.get('device', 'no device')}".removeprefix("1 x ")
+    title = f"{report['model']}, {len(report['layers'])} layers, {device}, {report['date']}"
     heads, *rows = rows_of(report)
     caption = f"{started(report)} vLLM: with its own attention; ratio: dsv4attn / vLLM"
     table = Table(title=title, caption=caption)
