@@ -211,30 +211,13 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 def test_every_backend_has_the_same_files() -> None:
     """`compat`: a compiler's names in its releases. `leading_values`: attention that only a front door calls.
 
-    `small_decode`: decodes of few tokens. `few_heads`: ranks of few heads. `ptx`: text of inline assembly, which is no
-    kernel. `key_format`: formats of keys. `meta_calls`: calls on tensors without memory. `served`: what kernels serve,
-    without torch. `flashinfer`: calls of that library. Functions under the names of other libraries stand in
+    `served`: what kernels serve, without torch. `ops`: the table of layer ops. `flashinfer`: calls of that library. A
+    backend with many files has a folder for each part. Functions under the names of other libraries stand in
     `dsv4attn/compat`.
     """
-    needed, allowed = (
-        {"__init__", "launch"},
-        {"kernels", "tuning", "metadata", "explain_notes", "probe", "served", "support"}
-        | {
-            "compat",
-            "few_heads",
-            "group_select",
-            "hyper_connections",
-            "index_logits",
-            "index_select",
-            "key_format",
-            "leading_values",
-            "meta_calls",
-            "ops",
-            "output",
-            "ptx",
-            "small_decode",
-        },
-    )
+    needed = {"__init__", "launch"}
+    allowed = {"kernels", "tuning", "metadata", "explain_notes", "probe", "served", "support"}
+    allowed |= {"compat", "leading_values", "ops"}
     families = ("kernels_", "flashinfer")
     folders = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
     for folder in {folder for folder in folders if folder.parent == PACKAGE / "backends"} - {

@@ -15,9 +15,9 @@ from typing import Any
 from dsv4attn.backends._triton.compiling.aot import compile_all, compile_near, cross_compile, distinctions
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends.sm90 import few_heads, small_decode
-from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
+from dsv4attn.backends.sm90.attention import few_heads, small_decode
+from dsv4attn.backends.sm90.attention.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
+from dsv4attn.backends.sm90.attention.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
 from dsv4attn.backends.sm90.launch import variants
 
 HEADS = (16, 64, 100, 128)

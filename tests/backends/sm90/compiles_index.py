@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dsv4attn.backends._triton.compiling.aot import Outcome, compile_all
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends.sm90 import group_select, index_logits, index_select
+from dsv4attn.backends.sm90.indexer import launch as index_logits
 from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.selection import group_select, index_select
 from dsv4attn.backends.sm90.tuning import MOST_BY_GROUPS
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.tools.cli.common import geometry_of

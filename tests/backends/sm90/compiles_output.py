@@ -16,8 +16,8 @@ from attrs import evolve
 from dsv4attn.backends._triton.compiling.aot import Resources, cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends.sm90 import output
 from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.output import launch as output
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.tools.cli.common import geometry_of
 from dsv4attn.tools.cli.compile import bounds_of

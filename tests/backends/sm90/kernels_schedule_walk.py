@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     Keys,
     Segment,
     advance,

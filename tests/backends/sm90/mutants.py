@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from dsv4attn.backends.sm90 import few_heads, kernels_combine, kernels_schedule, launch, small_decode
+from dsv4attn.backends.sm90 import launch
+from dsv4attn.backends.sm90.attention import few_heads, kernels_combine, kernels_schedule, small_decode
 from dsv4attn.backends.sm90.interpreted import kernels, kernels_few_heads, kernels_small_decode
 from tests.backends.sm90 import kernels_schedule_walk
 from tests.programs import import_text

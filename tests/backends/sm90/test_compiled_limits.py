@@ -11,7 +11,7 @@ import pytest
 
 from dsv4attn.backends._triton.compiling.aot import Resources
 from dsv4attn.backends._triton.compiling.targets import TARGETS
-from dsv4attn.backends.sm90.kernels_schedule import NIBBLE_PAGES
+from dsv4attn.backends.sm90.attention.kernels_schedule import NIBBLE_PAGES
 from dsv4attn.backends.sm90.tuning import BF16_ROWS_ROLES, RAW_Q_ROLES, V4_PAGES_ROLES, V41_PAGES_ROLES
 from tests.backends._triton.compiling.gates import broken_limits
 from tests.programs import run_compiling, told_by

@@ -15,7 +15,8 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.backends.sm90 import launch, small_decode
+from dsv4attn.backends.sm90 import launch
+from dsv4attn.backends.sm90.attention import small_decode
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, FewHeadsSizes, TileSizes
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable

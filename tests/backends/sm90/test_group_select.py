@@ -25,9 +25,11 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.layer.indexer.launch import TILES, tiles_for
 from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends._triton.layer.selection import scratch
-from dsv4attn.backends.sm90 import group_select, index_logits, kernels_group_select, ops
-from dsv4attn.backends.sm90.group_select import Form
+from dsv4attn.backends.sm90 import ops
+from dsv4attn.backends.sm90.indexer import launch as index_logits
 from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.selection import group_select, kernels_group_select
+from dsv4attn.backends.sm90.selection.group_select import Form
 from dsv4attn.backends.sm90.tuning import LONGEST_BY_GROUPS
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.device import DeviceFacts

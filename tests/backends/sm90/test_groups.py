@@ -10,7 +10,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm90 import launch
-from dsv4attn.backends.sm90.key_format import PAGES, ROWS
+from dsv4attn.backends.sm90.attention.key_format import PAGES, ROWS
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL
 from dsv4attn.core.attention import paged

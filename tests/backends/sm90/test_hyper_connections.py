@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, observed
 from dsv4attn.backends._triton.layer.hyper_connections import tuning as hc_tuning
 from dsv4attn.backends._triton.untyped import Kernel
-from dsv4attn.backends.sm90 import hyper_connections
+from dsv4attn.backends.sm90.hyper_connections import launch as hyper_connections
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.ops import layer_ops
 from dsv4attn.core.contract.device import DeviceFacts

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer.indexer import launch as shared_index_logits
-from dsv4attn.backends.sm90 import index_logits, index_select
+from dsv4attn.backends.sm90.indexer import launch as index_logits
 from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.selection import index_select
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap

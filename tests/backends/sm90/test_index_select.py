@@ -16,9 +16,11 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.layer import ops as shared_ops
-from dsv4attn.backends.sm90 import index_logits, index_select, ops
+from dsv4attn.backends.sm90 import ops
 from dsv4attn.backends.sm90.explain_notes import notes
+from dsv4attn.backends.sm90.indexer import launch as index_logits
 from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.selection import index_select
 from dsv4attn.backends.sm90.tuning import LONGEST_BY_GROUPS, by_groups, in_one_launch, is_listed
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dsv4attn.backends.sm90 import kernels_load_v4
+from dsv4attn.backends.sm90.attention import kernels_load_v4
 from dsv4attn.testing import oracle
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 

@@ -15,8 +15,8 @@ import torch
 from attrs import frozen
 from numpy.typing import NDArray
 
-from dsv4attn.backends.sm90 import kernels_load_v4
-from dsv4attn.backends.sm90.kernels_schedule import NVFP4_PAGES
+from dsv4attn.backends.sm90.attention import kernels_load_v4
+from dsv4attn.backends.sm90.attention.kernels_schedule import NVFP4_PAGES
 from dsv4attn.core.cache.key_codecs import dequantize_keys
 from dsv4attn.core.cache.layout import KVCacheLayout
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run

@@ -17,9 +17,9 @@ from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, multiprocessors, observed
 from dsv4attn.backends._triton.layer.projections import output as shared
-from dsv4attn.backends.sm90 import output
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.output import FEW, MANY, Few, Many
+from dsv4attn.backends.sm90.output import launch as output
+from dsv4attn.backends.sm90.output.launch import FEW, MANY, Few, Many
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec

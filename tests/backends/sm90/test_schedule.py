@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
-from dsv4attn.backends.sm90 import kernels_common
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention import kernels_common
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     COST,
     FP8_PAGES,
     NVFP4_PAGES,

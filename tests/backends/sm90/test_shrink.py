@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dsv4attn.backends.sm90.kernels_common import PACK, SHRINK, SHRINK_REGISTERS
+from dsv4attn.backends.sm90.attention.kernels_common import PACK, SHRINK, SHRINK_REGISTERS
 
 F32 = NDArray[np.float32]
 LANES = 32

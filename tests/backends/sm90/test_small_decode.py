@@ -15,7 +15,8 @@ import pytest
 from attrs import evolve
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.backends.sm90 import launch, small_decode, tuning
+from dsv4attn.backends.sm90 import launch, tuning
+from dsv4attn.backends.sm90.attention import small_decode
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes, combine_rounds_of, tile_sizes_of
 from dsv4attn.core.cache.layout import KVCacheLayout

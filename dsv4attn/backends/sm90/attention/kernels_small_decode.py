@@ -37,10 +37,16 @@ from dsv4attn.backends._triton.launching.kernels_pdl import (
 )
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
-from dsv4attn.backends.sm90.compat import barrier, copy_async
-from dsv4attn.backends.sm90.kernels_common import FLAT_S, KEYS_S
-from dsv4attn.backends.sm90.kernels_load_v4 import WORDS_L, decoded, load_codes, load_rope, store_words, without_scale
-from dsv4attn.backends.sm90.kernels_load_v41 import (
+from dsv4attn.backends.sm90.attention.kernels_common import FLAT_S, KEYS_S
+from dsv4attn.backends.sm90.attention.kernels_load_v4 import (
+    WORDS_L,
+    decoded,
+    load_codes,
+    load_rope,
+    store_words,
+    without_scale,
+)
+from dsv4attn.backends.sm90.attention.kernels_load_v41 import (
     NIBBLES_0,
     NIBBLES_1,
     NIBBLES_2,
@@ -53,7 +59,7 @@ from dsv4attn.backends.sm90.kernels_load_v41 import (
     second_half,
     store_nibbles,
 )
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     CODE_PAGES,
     FP8_PAGES,
     NIBBLE_PAGES,
@@ -67,6 +73,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     page_of,
     tile_with_keys,
 )
+from dsv4attn.backends.sm90.compat import barrier, copy_async
 
 QUERIES_L = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 """128 columns of q: sixteen bytes in each thread."""

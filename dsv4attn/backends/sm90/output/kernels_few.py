@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.layer.projections.kernels_output import factors
+from dsv4attn.backends.sm90.attention.kernels_common import FLAT_S, barriers, here
 from dsv4attn.backends.sm90.compat import barrier, copy_async, reinterpret
-from dsv4attn.backends.sm90.kernels_common import FLAT_S, barriers, here
 
 CODES_S = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 TABLE_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

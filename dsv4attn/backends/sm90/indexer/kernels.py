@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends.sm90.kernels_index_tile import (
+from dsv4attn.backends.sm90.indexer.kernels_tile import (
     FLAT_S,
     ROWS_S,
     STAGES,

@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
 from dsv4attn.backends._triton.layer.selection.scratch import buffer
-from dsv4attn.backends.sm90 import index_logits
+from dsv4attn.backends.sm90.indexer import launch as index_logits
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
@@ -70,7 +70,7 @@ def select(query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Ten
 def _launch(
     query: IndexQuery, cache: PagedKVCache, token_map: TokenMap, out: Tensor, max_entries: int, paging: tuple[int, ...]
 ) -> None:
-    from dsv4attn.backends.sm90.kernels_index_select import select_index  # not where kernels are interpreted
+    from dsv4attn.backends.sm90.selection.kernels_index_select import select_index  # not where kernels are interpreted
 
     (tokens, topk), table = out.shape, token_map.block_table
     programs, capacity = programs_of(tokens), capacity_of(topk)

@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.layer.selection.kernels_lists import choose_listed, make_space, member_of
 from dsv4attn.backends.sm90.compat import barrier, reinterpret
-from dsv4attn.backends.sm90.kernels_index_logits import plus
-from dsv4attn.backends.sm90.kernels_index_tile import (
+from dsv4attn.backends.sm90.indexer.kernels import plus
+from dsv4attn.backends.sm90.indexer.kernels_tile import (
     ACC,
     AHEAD,
     FLAT_S,
@@ -70,7 +70,7 @@ PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 LISTED = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 """Members of a list."""
 Memory = namedtuple("Memory", "q k_even k_odd s_even s_odd scores")
-"""Shared memory: that of `kernels_index_tile.Memory`, and scores of a batch."""
+"""Shared memory: that of `indexer.kernels_tile.Memory`, and scores of a batch."""
 Lists = namedtuple("Lists", "first count least")
 """Lists of the tokens of a block, CAPACITY places apart. count, least: [TOKENS] members, and a score that all later
 members reach."""
@@ -228,7 +228,7 @@ def select_index(
     num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64,
     scale_offset: tl.int32, out_stride: tl.int64, CAPACITY: gl.constexpr,
 ):  # fmt: skip
-    """Grid: any. Arguments: see `kernels_index_logits.score_index`.
+    """Grid: any. Arguments: see `indexer.kernels.score_index`.
 
     slack: entries more than `wanted` that may reach a bound; both together at most half of CAPACITY, which a batch and
     half of CAPACITY do not exceed. In later rounds programs take blocks in the opposite order, since tokens of a prompt

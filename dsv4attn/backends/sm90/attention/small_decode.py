@@ -13,8 +13,8 @@ from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
-from dsv4attn.backends.sm90.key_format import PAGES, KeyFormat
-from dsv4attn.backends.sm90.meta_calls import NUMBERS, meta_calls
+from dsv4attn.backends.sm90.attention.key_format import PAGES, KeyFormat
+from dsv4attn.backends.sm90.attention.meta_calls import NUMBERS, meta_calls
 from dsv4attn.backends.sm90.tuning import TILE_SIZES, TileSizes, combine_rounds_of
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, Run
@@ -22,7 +22,7 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Entr
 if INTERPRETED:
     from dsv4attn.backends.sm90.interpreted.kernels_small_decode import attend_tile, combine_tiles
 else:
-    from dsv4attn.backends.sm90.kernels_small_decode import attend_tile, combine_tiles
+    from dsv4attn.backends.sm90.attention.kernels_small_decode import attend_tile, combine_tiles
 
 __all__ = ["SHAPES", "combining", "prepare", "reads", "variants", "with_entries"]
 
@@ -42,7 +42,7 @@ def prepare(
 ) -> Run:
     """Launches of a decode from records. Parts are in the call's scratch.
 
-    numbers: of both segments, see `launch`.
+    numbers: of both segments, see `sm90.launch`.
     entries: None, or the compressed segment is read by `AttentionTensors.topk_indices` and not by slots.
     """
     q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape

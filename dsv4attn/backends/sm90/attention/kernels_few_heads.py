@@ -35,10 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
+from dsv4attn.backends.sm90.attention.kernels_common import FLAT_S, KEYS_S, ONE_L
+from dsv4attn.backends.sm90.attention.kernels_load_v4 import KEY_WORDS_S, LINES_L, RAW_S, without_scale
+from dsv4attn.backends.sm90.attention.kernels_schedule import Keys, Segment, lengths, page_of, powers_of
 from dsv4attn.backends.sm90.compat import barrier, copy_async, reinterpret
-from dsv4attn.backends.sm90.kernels_common import FLAT_S, KEYS_S, ONE_L
-from dsv4attn.backends.sm90.kernels_load_v4 import KEY_WORDS_S, LINES_L, RAW_S, without_scale
-from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, lengths, page_of, powers_of
 
 PRODUCT_L = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 """Keys, or dims, by columns: a warp has 16 rows of 64."""

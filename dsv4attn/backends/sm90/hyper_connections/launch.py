@@ -1,4 +1,4 @@
-"""Hyper-connections of many tokens on Hopper: the launcher of `kernels_hyper_connections`, for four streams in bf16.
+"""Hyper-connections of many tokens on Hopper: the launcher of `kernels`, for four streams in bf16.
 
 The shared kernels of `_triton.layer.hyper_connections` serve every other call, with results of the same meaning.
 """
@@ -90,7 +90,7 @@ def fused_post_pre(
         end = min(first + CHUNK, count)
         tiles = -(-(end - first) // TOKENS) * groups
         tiles_per_program = -(-tiles // multiprocessors())
-        from dsv4attn.backends.sm90.kernels_hyper_connections import (
+        from dsv4attn.backends.sm90.hyper_connections.kernels import (
             post_products_tiles,  # not where kernels are interpreted
         )
 

@@ -26,8 +26,9 @@ from dsv4attn.backends._triton.layer.selection.launch import (
 from dsv4attn.backends._triton.layer.selection.launch import Tile as Listing
 from dsv4attn.backends._triton.layer.selection.scratch import parts
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
-from dsv4attn.backends.sm90 import index_logits, kernels_group_select
-from dsv4attn.backends.sm90.kernels_group_select import choose_groups_kernel, score_groups_kernel
+from dsv4attn.backends.sm90.indexer import launch as index_logits
+from dsv4attn.backends.sm90.selection import kernels_group_select
+from dsv4attn.backends.sm90.selection.kernels_group_select import choose_groups_kernel, score_groups_kernel
 from dsv4attn.backends.sm90.tuning import MOST_BY_GROUPS, by_groups, is_listed
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import PagedKVCache

@@ -9,10 +9,10 @@ from triton.experimental.gluon import language as gl
 
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends.sm90.kernels_common import LINE_L, SHORT_L, load_sink
-from dsv4attn.backends.sm90.kernels_pages import attend_pages
-from dsv4attn.backends.sm90.kernels_rows import attend_rows
-from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, SHORT, Keys, Query, Results, Segment, share
+from dsv4attn.backends.sm90.attention.kernels_common import LINE_L, SHORT_L, load_sink
+from dsv4attn.backends.sm90.attention.kernels_pages import attend_pages
+from dsv4attn.backends.sm90.attention.kernels_rows import attend_rows
+from dsv4attn.backends.sm90.attention.kernels_schedule import BF16_ROWS, SHORT, Keys, Query, Results, Segment, share
 
 
 @stable_gluon

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
+from dsv4attn.backends.sm90.attention.kernels_common import barriers
 from dsv4attn.backends.sm90.compat import barrier, copy_async
-from dsv4attn.backends.sm90.kernels_common import barriers
 
 TILE_S = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """Operands of products."""

@@ -33,8 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.layer.projections.kernels_output import factors
+from dsv4attn.backends.sm90.attention.kernels_common import barriers, here
 from dsv4attn.backends.sm90.compat import barrier, copy_async
-from dsv4attn.backends.sm90.kernels_common import barriers, here
 
 CODES_S = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 COPIED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))

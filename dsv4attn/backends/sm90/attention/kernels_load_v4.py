@@ -15,9 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from dsv4attn.backends.sm90.compat import copy_async, reinterpret
-from dsv4attn.backends.sm90.kernels_common import FLAT_S, ONE_L, halve
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention.kernels_common import FLAT_S, ONE_L, halve
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     FP8_PAGES,
     advance,
     begin,
@@ -25,7 +24,8 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     page_of,
     spread_over,
 )
-from dsv4attn.backends.sm90.ptx import codes, nibbles
+from dsv4attn.backends.sm90.attention.ptx import codes, nibbles
+from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 """64 codes of each key of a tile, as words: four threads hold a key, eight warps a tile."""

@@ -14,8 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from dsv4attn.backends.sm90.compat import copy_async
-from dsv4attn.backends.sm90.kernels_load_v4 import (
+from dsv4attn.backends.sm90.attention.kernels_load_v4 import (
     OPERANDS,
     SPOIL_OPERANDS,
     WORDS_L,
@@ -25,8 +24,9 @@ from dsv4attn.backends.sm90.kernels_load_v4 import (
     store_words,
     words_of,
 )
-from dsv4attn.backends.sm90.kernels_schedule import NIBBLE_PAGES, advance, begin, coded_page_of, slots
-from dsv4attn.backends.sm90.ptx import codes, nibbles
+from dsv4attn.backends.sm90.attention.kernels_schedule import NIBBLE_PAGES, advance, begin, coded_page_of, slots
+from dsv4attn.backends.sm90.attention.ptx import codes, nibbles
+from dsv4attn.backends.sm90.compat import copy_async
 
 CODES_0, CODES_1 = gl.constexpr(codes(scale=12)), gl.constexpr(codes(scale=13))
 CODES_2, CODES_3 = gl.constexpr(codes(scale=14)), gl.constexpr(codes(scale=15))

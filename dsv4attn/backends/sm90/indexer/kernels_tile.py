@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dsv4attn.backends.sm90.attention.kernels_schedule import umulhi
 from dsv4attn.backends.sm90.compat import copy_async
-from dsv4attn.backends.sm90.kernels_schedule import umulhi
 
 TOKENS = gl.constexpr(2)
 """Tokens of a block."""

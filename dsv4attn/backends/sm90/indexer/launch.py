@@ -1,4 +1,4 @@
-"""Scores of index keys on Hopper: the launcher of `kernels_index_logits`, for requests of several tokens with 64 heads.
+"""Scores of index keys on Hopper: the launcher of `kernels`, for requests of several tokens with 64 heads.
 
 A function returns False or None for a call that it does not serve. The shared functions of `_triton.layer.indexer`
 serve every call and give results of the same meaning.
@@ -156,7 +156,7 @@ def _launch(
     lens, first: [T] int32 - end and start of the keys that a token sees; first None: 0.
     run: entries of one maximum, a power of two.
     """
-    from dsv4attn.backends.sm90.kernels_index_logits import score_index  # not where kernels are interpreted
+    from dsv4attn.backends.sm90.indexer.kernels import score_index  # not where kernels are interpreted
 
     table, values = keys.block_table, raw(query.values)
     (tokens, entries), programs = out.shape, PROGRAMS * multiprocessors()

@@ -1,4 +1,4 @@
-"""Output projection in fp8 on Hopper: the launchers of `kernels_output_few` and `kernels_output_many`.
+"""Output projection in fp8 on Hopper: the launchers of `kernels_few` and `kernels_many`.
 
 The shared kernel of `_triton.layer.projections.output` serves every other call, with the same bits.
 """
@@ -172,10 +172,10 @@ def serves(codes: Tensor, scales: Tensor, wo_a: BlockScaledWeight, out: Tensor) 
 
 def kernel_of(form: Few | Many) -> Kernel:
     if isinstance(form, Few):
-        from dsv4attn.backends.sm90.kernels_output_few import project_few_kernel  # not where kernels are interpreted
+        from dsv4attn.backends.sm90.output.kernels_few import project_few_kernel  # not where kernels are interpreted
 
         return project_few_kernel
-    from dsv4attn.backends.sm90.kernels_output_many import project_many_kernel
+    from dsv4attn.backends.sm90.output.kernels_many import project_many_kernel
 
     return project_many_kernel
 

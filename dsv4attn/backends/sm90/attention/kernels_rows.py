@@ -33,8 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
-from dsv4attn.backends.sm90.compat import copy_async
-from dsv4attn.backends.sm90.kernels_common import (
+from dsv4attn.backends.sm90.attention.kernels_common import (
     FLAT_S,
     KEYS_S,
     SCORES_L,
@@ -49,7 +48,7 @@ from dsv4attn.backends.sm90.kernels_common import (
     store_sink,
     write_part,
 )
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     TOLERANCE,
     clear_split,
     enter,
@@ -62,6 +61,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     tiles_of,
     write_sums,
 )
+from dsv4attn.backends.sm90.compat import copy_async
 
 HALF_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 """Half of the output's columns."""

@@ -34,8 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents
 from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
-from dsv4attn.backends.sm90.compat import copy_async
-from dsv4attn.backends.sm90.kernels_common import (
+from dsv4attn.backends.sm90.attention.kernels_common import (
     FLAT_S,
     KEYS_S,
     SCORES_L,
@@ -49,9 +48,16 @@ from dsv4attn.backends.sm90.kernels_common import (
     store_sink,
     write_part,
 )
-from dsv4attn.backends.sm90.kernels_load_v4 import FETCHING, RAW_S, allocate_codes, allocate_fetched, decode, fetch
-from dsv4attn.backends.sm90.kernels_load_v41 import RAW_NIBBLES_S, produce_coded
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention.kernels_load_v4 import (
+    FETCHING,
+    RAW_S,
+    allocate_codes,
+    allocate_fetched,
+    decode,
+    fetch,
+)
+from dsv4attn.backends.sm90.attention.kernels_load_v41 import RAW_NIBBLES_S, produce_coded
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     CODE_PAGES,
     NIBBLE_PAGES,
     TOLERANCE,
@@ -67,6 +73,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     visible,
     write_sums,
 )
+from dsv4attn.backends.sm90.compat import copy_async
 
 OUT_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 """128 columns of the output."""

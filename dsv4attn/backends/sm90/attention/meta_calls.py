@@ -10,7 +10,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.attention import meta_calls as shared
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows
-from dsv4attn.backends.sm90.key_format import KeyFormat
+from dsv4attn.backends.sm90.attention.key_format import KeyFormat
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
@@ -18,7 +18,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 __all__ = ["NUMBERS", "meta_calls"]
 
 NUMBERS = (1,) * 14
-"""Numbers of both segments, see `launch`. No variant depends on them."""
+"""Numbers of both segments, see `sm90.launch`. No variant depends on them."""
 
 
 def meta_calls(

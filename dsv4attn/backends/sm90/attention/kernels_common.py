@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4attn.backends._triton.numerics import LOG2E
-from dsv4attn.backends.sm90.kernels_schedule import powers_of
+from dsv4attn.backends.sm90.attention.kernels_schedule import powers_of
 
 SCORES_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Products of q and a tile, 64 heads by 64 keys."""

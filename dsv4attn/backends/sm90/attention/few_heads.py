@@ -12,16 +12,16 @@ from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
-from dsv4attn.backends.sm90.key_format import PAGES
-from dsv4attn.backends.sm90.meta_calls import NUMBERS, meta_calls
-from dsv4attn.backends.sm90.small_decode import combining
+from dsv4attn.backends.sm90.attention.key_format import PAGES
+from dsv4attn.backends.sm90.attention.meta_calls import NUMBERS, meta_calls
+from dsv4attn.backends.sm90.attention.small_decode import combining
 from dsv4attn.backends.sm90.tuning import FewHeadsSizes, few_heads_costs
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Run
 
 if INTERPRETED:
     from dsv4attn.backends.sm90.interpreted.kernels_few_heads import attend_few_heads
 else:
-    from dsv4attn.backends.sm90.kernels_few_heads import attend_few_heads
+    from dsv4attn.backends.sm90.attention.kernels_few_heads import attend_few_heads
 
 __all__ = ["prepare", "variants"]
 
@@ -32,7 +32,7 @@ WARPS = 4
 def prepare(call: AttentionCall, numbers: Sequence[int], sizes: FewHeadsSizes) -> Run:
     """Launches of a call on V4's fp8 records: one if rows are whole, or else a second one, which combines their parts.
 
-    numbers: of both segments, see `launch`. Parts are in the call's scratch.
+    numbers: of both segments, see `sm90.launch`. Parts are in the call's scratch.
     """
     q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape
     widths = [rows.width for rows in attention_launch.index_rows(call.keys)]

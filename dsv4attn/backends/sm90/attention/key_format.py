@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     BF16_ROWS,
     CODE_PAGES,
     FP8_PAGES,
