@@ -33,8 +33,8 @@ from tests.backends._triton.attention.attention_trials import (
     rising,
 )
 from tests.backends._triton.cache.caches import DEVICE
+from tests.backends.sm90.attention.mutants import plant
 from tests.backends.sm90.calls import check_rows_without_keys, run
-from tests.backends.sm90.mutants import plant
 from tests.harness import same_bits
 
 BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 200), tokens=3, heads=8)

@@ -25,8 +25,8 @@ from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_le
 from tests.backends._triton.attention.attention_trials import FNUZ, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.triton_backends import planned
-from tests.backends.sm90.mutants import plant
-from tests.backends.sm90.test_attention import BASE, CODED, NIBBLES, WITHIN
+from tests.backends.sm90.attention.mutants import plant
+from tests.backends.sm90.attention.test_attention import BASE, CODED, NIBBLES, WITHIN
 
 INT = torch.int32
 MOST = 2**31 - 1

@@ -457,12 +457,12 @@ def test_roles_never_wait_for_each_other() -> None:
 
 
 def test_its_variants_keep_every_limit() -> None:
-    check_compiled(told_by("-m", "tests.backends.sm90.compiles_output"), 4)
+    check_compiled(told_by("-m", "tests.backends.sm90.output.compiles"), 4)
 
 
 @pytest.mark.matrix
 def test_all_of_its_forms_keep_every_limit() -> None:
-    check_compiled(told_by("-m", "tests.backends.sm90.compiles_output", "every"), 15)
+    check_compiled(told_by("-m", "tests.backends.sm90.output.compiles", "every"), 15)
 
 
 def check_compiled(forms: list[dict[str, Any]], count: int) -> None:
@@ -477,4 +477,4 @@ def check_compiled(forms: list[dict[str, Any]], count: int) -> None:
 
 @pytest.mark.mutation
 def test_too_few_registers_are_found() -> None:
-    assert [form["reasons"] for form in told_by("-m", "tests.backends.sm90.compiles_output", "planted")] == [["SPILLS"]]
+    assert [form["reasons"] for form in told_by("-m", "tests.backends.sm90.output.compiles", "planted")] == [["SPILLS"]]

@@ -11,7 +11,7 @@ import pytest
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.attention import few_heads, kernels_combine, kernels_schedule, small_decode
 from dsv4attn.backends.sm90.interpreted import kernels, kernels_few_heads, kernels_small_decode
-from tests.backends.sm90 import kernels_schedule_walk
+from tests.backends.sm90.attention import kernels_schedule_walk
 from tests.programs import import_text
 
 __all__ = ["plant", "planted"]

@@ -28,7 +28,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from tests.backends._triton.layer import scored
 from tests.backends.sm90.calls import measured_lines
-from tests.backends.sm90.test_index_logits import DEVICE, drawn_call, hopper
+from tests.backends.sm90.indexer.test_launch import DEVICE, drawn_call, hopper
 
 UNITS = 132
 FLASH = ModelGeometry.preset("deepseek-v4-flash")

@@ -254,7 +254,7 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
 @pytest.mark.parametrize("words", [["512"], pytest.param(["1024", "all"], marks=pytest.mark.slow)])
 def test_every_form_keeps_every_limit_and_four_programs_fit_a_multiprocessor(words: list[str]) -> None:
     """The kernel that selects too may spill `index_select.SPILLS` bytes. Selection by groups has fewer programs."""
-    found = told_by("-m", "tests.backends.sm90.compiles_index", *words)
+    found = told_by("-m", "tests.backends.sm90.indexer.compiles", *words)
     groups = found.pop("groups")
 
     assert [form for form in groups if form["reasons"] or not form["programs"]] == []

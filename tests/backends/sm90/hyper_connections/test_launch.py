@@ -229,6 +229,6 @@ def test_a_model_without_epsilon_has_no_factors() -> None:
 
 def test_its_variants_keep_every_limit() -> None:
     """Warm-up also foresees them, and the products that only deterministic calls have."""
-    forms = told_by("-m", "tests.backends.sm90.compiles_streams")
+    forms = told_by("-m", "tests.backends.sm90.hyper_connections.compiles")
 
     assert forms == [["post_products_tiles"], ["products_kernel"], ["post_products_tiles"]]

@@ -21,7 +21,7 @@ from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.random_step import StepFixture, step
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm90.test_index_logits import hopper
+from tests.backends.sm90.indexer.test_launch import hopper
 
 FEW = ((126, 3), (0, 2), (300, 4, 1))
 """An entry that is completed inside a step, a request that begins, a rejected draft."""

@@ -27,9 +27,9 @@ from dsv4attn.testing.oracle_cache import place_of
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.triton_backends import planned
+from tests.backends.sm90.attention.mutants import plant
+from tests.backends.sm90.attention.test_attention import BASE, CODED, NIBBLES, PARTS, ROW, SCALES_LAST, WITHIN
 from tests.backends.sm90.calls import Result, check_rows_without_keys, measured_lines, run
-from tests.backends.sm90.mutants import plant
-from tests.backends.sm90.test_attention import BASE, CODED, NIBBLES, PARTS, ROW, SCALES_LAST, WITHIN
 from tests.harness import same_bits, storage_of
 
 UNITS = 132

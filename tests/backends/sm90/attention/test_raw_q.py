@@ -21,8 +21,8 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.backends._triton.attention.attention_trials import BF16_ROWS, FP32_ROWS, Trial
 from tests.backends._triton.cache.caches import DEVICE
+from tests.backends.sm90.attention.mutants import plant
 from tests.backends.sm90.calls import Result, measured_lines, run
-from tests.backends.sm90.mutants import plant
 
 FLASH, PRO = (ModelGeometry.preset(name) for name in ("deepseek-v4-flash", "deepseek-v4-pro"))
 LAYER, BF16 = FLASH.layer_of_kind("c4a"), torch.bfloat16

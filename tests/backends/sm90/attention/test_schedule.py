@@ -29,8 +29,8 @@ from dsv4attn.backends.sm90.attention.kernels_schedule import (
 )
 from dsv4attn.core.cache.layout import KVCacheLayout
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm90.kernels_schedule_walk import pages, powers, walk
-from tests.backends.sm90.mutants import planted
+from tests.backends.sm90.attention.kernels_schedule_walk import pages, powers, walk
+from tests.backends.sm90.attention.mutants import planted
 
 EXTRA, PAIR_EXTRA, SPLIT_COST = COST.value, PAIR_COST.value, SPLIT.value
 LOOK = 4 if INTERPRETED else 128
