@@ -18,7 +18,7 @@ from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, Pa
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 
 I32 = torch.int32
 OCP, FNUZ = Fp8Format.OCP, Fp8Format.FNUZ

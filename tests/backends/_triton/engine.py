@@ -28,7 +28,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import operations
 

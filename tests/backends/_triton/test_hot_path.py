@@ -23,8 +23,8 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing import factories
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit import factories
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, launching_nothing

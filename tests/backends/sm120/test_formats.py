@@ -18,7 +18,7 @@ from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import PagedKeys
 from dsv4attn.core.contract.problem import CacheFacts, Reason
 from dsv4attn.errors import Dsv4AttnError
-from dsv4attn.testing.tolerances import tolerance
+from dsv4attn.testing.kit.tolerances import tolerance
 from tests.backends.sm120.decode_calls import LAYOUT, Trial
 from tests.backends.sm120.fake_flashinfer import FormatsWrapper, RecordingWrapper, all_configs
 from tests.backends.sm120.test_probe import install, working

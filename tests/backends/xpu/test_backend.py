@@ -24,7 +24,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, run_case
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE

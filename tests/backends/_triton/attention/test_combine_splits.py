@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.launching.recorded import meta_cache
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE

@@ -21,8 +21,8 @@ from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys, RequestRo
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.selection import load_backend
-from dsv4attn.testing.factories import tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.cache.caches import DEVICE
 from tests.harness import same_bits
 from tests.programs import import_text

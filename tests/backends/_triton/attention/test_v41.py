@@ -20,8 +20,8 @@ from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
-from dsv4attn.testing.factories import layouts, tiny_geometry, v41_layouts
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import layouts, tiny_geometry, v41_layouts
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.cache.caches import DEVICE
 
 PAIRS = [("v41", "v41"), ("v41", "v41-fp4"), ("v41-split", "v41-fp4-split"), ("ocp", "v41-fp4"), ("v41", "bf16")]

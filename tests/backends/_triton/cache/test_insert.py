@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache import index_records
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.attention.kernels_quantize import GROUPS, groups_kernel
 from tests.backends._triton.cache.caches import (
     CPU,

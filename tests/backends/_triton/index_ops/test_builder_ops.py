@@ -25,7 +25,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.index_ops.index_trials import (
     BOOL,
     DEVICE,

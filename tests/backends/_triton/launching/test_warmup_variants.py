@@ -27,8 +27,8 @@ from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import factories
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit import factories
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends.built_in import forms
 

@@ -19,7 +19,7 @@ from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import FEW_HEADS, FewHeadsSizes, few_heads_sizes_of
 from dsv4attn.core.contract.backend import Phase
-from dsv4attn.testing.oracle_cache import place_of
+from dsv4attn.testing.kit.oracle_cache import place_of
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.triton_backends import planned
 from tests.backends.sm90.attention.mutants import plant

@@ -19,7 +19,7 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing.random_step import StepFixture, step
+from dsv4attn.testing.kit.random_step import StepFixture, step
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.indexer.test_launch import hopper
 

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dsv4attn.backends.sm90.attention import kernels_load_v4
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 
 DECODE, SPOIL = str(kernels_load_v4.DECODE.value), str(kernels_load_v4.SPOIL.value)

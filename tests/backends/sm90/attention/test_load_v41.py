@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dsv4attn.backends.sm90.attention import kernels_load_v4, kernels_load_v41
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 
 CODES = [str(getattr(kernels_load_v41, f"CODES_{i}").value) for i in range(4)]

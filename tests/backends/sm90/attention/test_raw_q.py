@@ -18,7 +18,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.attention.attention_trials import BF16_ROWS, FP32_ROWS, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.attention.mutants import plant

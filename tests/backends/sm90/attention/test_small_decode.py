@@ -21,9 +21,9 @@ from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, TileSizes, combine_rounds_of, tile_sizes_of
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, run_case
-from dsv4attn.testing.oracle_cache import place_of
+from dsv4attn.testing.kit.oracle_cache import place_of
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.triton_backends import planned

@@ -13,13 +13,13 @@ from dsv4attn.core.model.config import v41_layers
 from dsv4attn.core.model.cross_layer_sharing import LayerSharing
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.case import Area, Case
-from dsv4attn.testing.check_whole_layer import (
+from dsv4attn.testing.checks.whole_layer import (
     WholeLayers,
     records_and_takes_entries,
     same_bits_in_any_way,
     same_bits_in_graphs,
 )
-from dsv4attn.testing.factories import HEADS, index_layout, layout
+from dsv4attn.testing.kit.factories import HEADS, index_layout, layout
 
 __all__ = ["whole_layer_cases"]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dsv4attn.core.attention.projection import o_proj, output_projection
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
-from dsv4attn.testing import oracle
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.check_insert import BF16, FP32_STEPS, CacheRows, stale_rows
-from dsv4attn.testing.factories import normal
-from dsv4attn.testing.strided import StridedTensors, unchanged
-from dsv4attn.testing.tolerances import F64, rounded, shown, worst_error
+from dsv4attn.testing.checks.insert import BF16, FP32_STEPS, CacheRows, stale_rows
+from dsv4attn.testing.kit.factories import normal
+from dsv4attn.testing.kit.strided import StridedTensors, unchanged
+from dsv4attn.testing.kit.tolerances import F64, rounded, shown, worst_error
+from dsv4attn.testing.oracle import attention as oracle
 
 __all__ = ["outputs", "projects", "projects_without_positions_of_padding"]
 

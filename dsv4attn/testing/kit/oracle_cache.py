@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.case import SkipCase
-from dsv4attn.testing.tolerances import F64, U8, read_row, stored, written
+from dsv4attn.testing.kit.tolerances import F64, U8, read_row, stored, written
 
 __all__ = [
     "AFTER_PAGE", "UNWRITTEN", "OracleCache", "PagePlacement", "Pages", "body", "place_of", "poison",

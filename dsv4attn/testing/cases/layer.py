@@ -10,7 +10,7 @@ import torch
 
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.testing.case import Area, Bench, Case, Measure, Wrong
-from dsv4attn.testing.check_compressor import (
+from dsv4attn.testing.checks.compressor import (
     CompressorStep,
     LatentSteps,
     any_cut,
@@ -28,7 +28,7 @@ from dsv4attn.testing.check_compressor import (
     stores_nothing,
     unused_bytes,
 )
-from dsv4attn.testing.check_hyper_connections import (
+from dsv4attn.testing.checks.hyper_connections import (
     ResidualStreams,
     check_collapse,
     check_first_delayed,
@@ -41,10 +41,10 @@ from dsv4attn.testing.check_hyper_connections import (
     check_pre,
     check_pre_delayed,
 )
-from dsv4attn.testing.check_insert import FAR_POSITIONS
-from dsv4attn.testing.check_memory import layer_temporaries
-from dsv4attn.testing.check_norms import NormRows, normalises, norms_no_rows
-from dsv4attn.testing.check_selection import (
+from dsv4attn.testing.checks.insert import FAR_POSITIONS
+from dsv4attn.testing.checks.memory import layer_temporaries
+from dsv4attn.testing.checks.norms import NormRows, normalises, norms_no_rows
+from dsv4attn.testing.checks.selection import (
     CandidateSelection,
     IndexQueries,
     IndexSelection,
@@ -62,7 +62,7 @@ from dsv4attn.testing.check_selection import (
     shape_error,
     sum_bits,
 )
-from dsv4attn.testing.factories import (
+from dsv4attn.testing.kit.factories import (
     INDEX_HEAD_COUNTS,
     INDEX_TOPKS,
     PAGE_SIZES,
@@ -71,7 +71,7 @@ from dsv4attn.testing.factories import (
     layout,
     tiny_geometry,
 )
-from dsv4attn.testing.strided import each_strided
+from dsv4attn.testing.kit.strided import each_strided
 
 __all__ = [
     "compressor_cases", "hyper_cases", "indexer_cases", "norm_cases", "selection_cases", "step_memory_cases",

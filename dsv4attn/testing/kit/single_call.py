@@ -24,10 +24,10 @@ from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing.case import Bench, dtype_name
-from dsv4attn.testing.factories import HEADS, CaseInput, flash, layout, normal
-from dsv4attn.testing.oracle_cache import AFTER_PAGE, OracleCache, PagePlacement
-from dsv4attn.testing.strided import StridedTensors, unchanged
-from dsv4attn.testing.tolerances import F64, Expected, rounded, tolerance
+from dsv4attn.testing.kit.factories import HEADS, CaseInput, flash, layout, normal
+from dsv4attn.testing.kit.oracle_cache import AFTER_PAGE, OracleCache, PagePlacement
+from dsv4attn.testing.kit.strided import StridedTensors, unchanged
+from dsv4attn.testing.kit.tolerances import F64, Expected, rounded, tolerance
 
 __all__ = ["IndexLists", "SingleCall", "call"]
 

@@ -1,8 +1,8 @@
 """The oracle of the layer around attention: compressor, indexer, selection and hyper-connections in float64 numpy.
 
-Like `oracle`, it shares no code with what it judges; every loop follows the written rule. Letters: w channels of a
-compressor's kv, d dims of an entry, r compress ratio, Hi heads of the indexer, Di dims of an index key, E entries,
-n residual streams.
+Like `oracle.attention`, it shares no code with what it judges; every loop follows the written rule. Letters: w
+channels of a compressor's kv, d dims of an entry, r compress ratio, Hi heads of the indexer, Di dims of an index key,
+E entries, n residual streams.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dsv4attn.testing.oracle import (
+from dsv4attn.testing.oracle.attention import (
     E8M0_BIAS,
     E8M0_NAN,
     F64,

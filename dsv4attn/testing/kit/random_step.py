@@ -37,12 +37,12 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.reprs import fields_repr
-from dsv4attn.testing import oracle
 from dsv4attn.testing.case import Bench, dtype_name
-from dsv4attn.testing.factories import HEADS, CaseInput, flash, frequencies, layout, layouts, normal, tiny_geometry
-from dsv4attn.testing.oracle_cache import PagePlacement, Pages, poison
-from dsv4attn.testing.strided import StridedTensors
-from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
+from dsv4attn.testing.kit.factories import HEADS, CaseInput, flash, frequencies, layout, layouts, normal, tiny_geometry
+from dsv4attn.testing.kit.oracle_cache import PagePlacement, Pages, poison
+from dsv4attn.testing.kit.strided import StridedTensors
+from dsv4attn.testing.kit.tolerances import F64, Expected, rounded, stored, tolerance
+from dsv4attn.testing.oracle import attention as oracle
 
 __all__ = ["STALE_POSITIONS", "ForwardArgs", "StepFixture", "step"]
 

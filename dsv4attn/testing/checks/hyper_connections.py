@@ -14,11 +14,11 @@ from torch import Tensor
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.arguments import MixWeights
-from dsv4attn.testing import oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name, worst_of
-from dsv4attn.testing.factories import CaseInput
-from dsv4attn.testing.strided import StridedTensors
-from dsv4attn.testing.tolerances import F64, UNIT, Formula, hold_values, rounded, summed
+from dsv4attn.testing.kit.factories import CaseInput
+from dsv4attn.testing.kit.strided import StridedTensors
+from dsv4attn.testing.kit.tolerances import F64, UNIT, Formula, hold_values, rounded, summed
+from dsv4attn.testing.oracle import layer as oracle_layer
 
 __all__ = [
     "ResidualStreams", "check_collapse", "check_first_delayed", "check_fused", "check_fused_delayed", "check_head",
@@ -140,7 +140,7 @@ class ResidualStreams(CaseInput):
     # formulas
 
     def mixes(self, streams: F64, fn: F64) -> Formula:
-        """`oracle_layer.hc_mixes` of the streams [n, d] of a token.
+        """`oracle.layer.hc_mixes` of the streams [n, d] of a token.
 
         The partial sums of a row of fn times the streams are at most the product of both 2-norms.
         """
@@ -330,7 +330,7 @@ def by_previous_pre(inputs: ResidualStreams, residual: F64, previous_pre: F64 | 
 
 
 def judge_residual(inputs: ResidualStreams, new_residual: Tensor) -> Measure:
-    """Compare new streams with those of `oracle_layer.hc_post`. Raises Wrong."""
+    """Compare new streams with those of `oracle.layer.hc_post`. Raises Wrong."""
     values = values_of(new_residual, inputs, "residual", inputs.streams, inputs.hidden, dtype=inputs.dtype)
     expected = []
     for token in inputs.distinct:

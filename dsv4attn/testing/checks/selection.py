@@ -19,13 +19,25 @@ from dsv4attn.core.context_parallel.selection import score_selected, select_amon
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
-from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
-from dsv4attn.testing.check_insert import stale_rows
-from dsv4attn.testing.factories import CaseInput, cos_sin_table, normal
-from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages
-from dsv4attn.testing.strided import StridedTensors
-from dsv4attn.testing.tolerances import F64, TINY, U8, UNIT, CodeRule, Formula, hold_values, rounded, summed, written
+from dsv4attn.testing.checks.insert import stale_rows
+from dsv4attn.testing.kit.factories import CaseInput, cos_sin_table, normal
+from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, Pages
+from dsv4attn.testing.kit.strided import StridedTensors
+from dsv4attn.testing.kit.tolerances import (
+    F64,
+    TINY,
+    U8,
+    UNIT,
+    CodeRule,
+    Formula,
+    hold_values,
+    rounded,
+    summed,
+    written,
+)
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle import layer as oracle_layer
 
 __all__ = [
     "CandidateSelection", "IndexQueries", "IndexSelection", "judge_selection", "makes_no_queries", "publishes",

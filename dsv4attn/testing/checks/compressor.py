@@ -17,12 +17,13 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
-from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
-from dsv4attn.testing.factories import CaseInput, cos_sin_table, normal
-from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages, place_of
-from dsv4attn.testing.random_step import STALE_POSITIONS
-from dsv4attn.testing.tolerances import F64, U8, Formula, hold_record, hold_values, read_row, rounded
+from dsv4attn.testing.kit.factories import CaseInput, cos_sin_table, normal
+from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, Pages, place_of
+from dsv4attn.testing.kit.random_step import STALE_POSITIONS
+from dsv4attn.testing.kit.tolerances import F64, U8, Formula, hold_record, hold_values, read_row, rounded
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle import layer as oracle_layer
 
 __all__ = [
     "CompressorStep", "LatentSteps", "any_cut", "compresses", "compresses_only_its_slots", "makes_latents", "moved",

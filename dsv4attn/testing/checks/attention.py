@@ -17,11 +17,11 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract import RankOps
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, worst_of
-from dsv4attn.testing.oracle_cache import body
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture
-from dsv4attn.testing.single_call import IndexLists, SingleCall
-from dsv4attn.testing.strided import bits
-from dsv4attn.testing.tolerances import shown, tolerance, worst_error
+from dsv4attn.testing.kit.oracle_cache import body
+from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
+from dsv4attn.testing.kit.single_call import IndexLists, SingleCall
+from dsv4attn.testing.kit.strided import bits
+from dsv4attn.testing.kit.tolerances import shown, tolerance, worst_error
 
 __all__ = [
     "any_cut_same_bits", "equals_oracle", "judged", "largest_logits", "layers_share", "over_ranks",

@@ -18,10 +18,10 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
-from dsv4attn.testing.causes import OFFSETS
-from dsv4attn.testing.check_attention import equals_oracle, judged, require_same_bits
-from dsv4attn.testing.random_step import StepFixture
-from dsv4attn.testing.single_call import SingleCall
+from dsv4attn.testing.checks.attention import equals_oracle, judged, require_same_bits
+from dsv4attn.testing.kit.causes import OFFSETS
+from dsv4attn.testing.kit.random_step import StepFixture
+from dsv4attn.testing.kit.single_call import SingleCall
 
 __all__ = ["FAR", "capped", "far", "fits_the_plan", "layer_temporaries", "scratch_is_bounded", "stale", "temporaries"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from dsv4attn.core.contract.backend import Phase
-from dsv4attn.testing import check_attention
 from dsv4attn.testing.case import Area, Case, Check
-from dsv4attn.testing.check_attention import (
+from dsv4attn.testing.checks import attention as check_attention
+from dsv4attn.testing.checks.attention import (
     any_cut_same_bits,
     equals_oracle,
     layers_share,
@@ -22,7 +22,8 @@ from dsv4attn.testing.check_attention import (
     sharded,
     step_by_step,
 )
-from dsv4attn.testing.factories import (
+from dsv4attn.testing.checks.fp8_codes import SMALLEST_SCALES, Fp8Codes, reads_every_code
+from dsv4attn.testing.kit.factories import (
     HEAD_COUNTS,
     INDEX_TOPKS,
     KINDS,
@@ -32,11 +33,10 @@ from dsv4attn.testing.factories import (
     layout,
     tiny_geometry,
 )
-from dsv4attn.testing.fp8_codes import SMALLEST_SCALES, Fp8Codes, reads_every_code
-from dsv4attn.testing.oracle_cache import PagePlacement
-from dsv4attn.testing.random_step import step
-from dsv4attn.testing.single_call import call
-from dsv4attn.testing.strided import each_strided
+from dsv4attn.testing.kit.oracle_cache import PagePlacement
+from dsv4attn.testing.kit.random_step import step
+from dsv4attn.testing.kit.single_call import call
+from dsv4attn.testing.kit.strided import each_strided
 
 __all__ = ["BOTH", "MIXED", "SINKS", "attention_cases"]
 

@@ -24,8 +24,8 @@ from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import PRESETS, LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import oracle
-from dsv4attn.testing.tolerances import F64, rounded
+from dsv4attn.testing.kit.tolerances import F64, rounded
+from dsv4attn.testing.oracle import attention as oracle
 
 __all__ = [
     "GROUP_COUNTS", "HEADS", "HEAD_COUNTS", "INDEX_HEAD_COUNTS", "INDEX_TOPKS", "KINDS", "PAGE_SIZES",

@@ -18,10 +18,10 @@ from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndic
 from dsv4attn.core.contract.backend import IndexForm
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.check_insert import CacheRows
-from dsv4attn.testing.factories import normal, window_of
-from dsv4attn.testing.oracle_cache import OracleCache
-from dsv4attn.testing.tolerances import F64, hold_equal
+from dsv4attn.testing.checks.insert import CacheRows
+from dsv4attn.testing.kit.factories import normal, window_of
+from dsv4attn.testing.kit.oracle_cache import OracleCache
+from dsv4attn.testing.kit.tolerances import F64, hold_equal
 
 __all__ = ["fills", "gathers", "gathers_long", "gathers_within"]
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import KeyForm, Phase
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
-from dsv4attn.testing.check_attention import judged
-from dsv4attn.testing.factories import flash, layout, normal
-from dsv4attn.testing.oracle import pack_e2m1
-from dsv4attn.testing.oracle_cache import OracleCache
-from dsv4attn.testing.single_call import IndexLists, SingleCall
-from dsv4attn.testing.strided import bits
-from dsv4attn.testing.tolerances import F64, U8, hold_equal, worst_error, written
+from dsv4attn.testing.checks.attention import judged
+from dsv4attn.testing.kit.factories import flash, layout, normal
+from dsv4attn.testing.kit.oracle_cache import OracleCache
+from dsv4attn.testing.kit.single_call import IndexLists, SingleCall
+from dsv4attn.testing.kit.strided import bits
+from dsv4attn.testing.kit.tolerances import F64, U8, hold_equal, worst_error, written
+from dsv4attn.testing.oracle.attention import pack_e2m1
 
 __all__ = [
     "SMALLEST_SCALES", "Fp8Codes", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_nan", "reads_every_code",

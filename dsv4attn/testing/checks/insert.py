@@ -14,13 +14,13 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
-from dsv4attn.testing import oracle
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name, worst_of
-from dsv4attn.testing.factories import HEADS, CaseInput, cos_sin_table, flash, layout, normal, window_of
-from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
-from dsv4attn.testing.random_step import STALE_POSITIONS
-from dsv4attn.testing.strided import StridedTensors, unchanged
-from dsv4attn.testing.tolerances import F64, floats, rounded, worst_error
+from dsv4attn.testing.kit.factories import HEADS, CaseInput, cos_sin_table, flash, layout, normal, window_of
+from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, place_of
+from dsv4attn.testing.kit.random_step import STALE_POSITIONS
+from dsv4attn.testing.kit.strided import StridedTensors, unchanged
+from dsv4attn.testing.kit.tolerances import F64, floats, rounded, worst_error
+from dsv4attn.testing.oracle import attention as oracle
 
 __all__ = [
     "BF16", "FAR_POSITIONS", "FP32_STEPS", "CacheRows", "inserts_both", "inserts_nothing", "inserts_rotated",

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import Products
-from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Measure, Wrong
-from dsv4attn.testing.causes import factor_of_two, likely_cause
+from dsv4attn.testing.kit.causes import factor_of_two, likely_cause
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle import layer as oracle_layer
 
 __all__ = [
     "F64",
@@ -296,7 +297,7 @@ class Formula:
         return Formula(value, (weights * unit * (np.abs(self.value) + np.abs(value))).sum(0))
 
     def normed(self, weight: F64 | None, eps: float) -> Formula:
-        """`oracle_layer.rms_norm` of a row [d]."""
+        """`oracle.layer.rms_norm` of a row [d]."""
         value = oracle_layer.rms_norm(self.value, weight, eps)
         root = math.sqrt(float(np.mean(self.value**2)) + eps)
         mean = float(np.abs(self.value) @ self.error) / len(self.value) / root**2  # of the error on the root, relative

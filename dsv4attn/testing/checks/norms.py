@@ -8,9 +8,9 @@ import attrs
 import torch
 
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
-from dsv4attn.testing.factories import CaseInput
-from dsv4attn.testing.strided import StridedTensors
-from dsv4attn.testing.tolerances import F64, Formula, hold_values, rounded
+from dsv4attn.testing.kit.factories import CaseInput
+from dsv4attn.testing.kit.strided import StridedTensors
+from dsv4attn.testing.kit.tolerances import F64, Formula, hold_values, rounded
 
 __all__ = ["NormRows", "normalises", "norms_no_rows"]
 

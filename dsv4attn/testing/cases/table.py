@@ -13,10 +13,9 @@ import torch
 
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing import check_insert, check_memory
 from dsv4attn.testing.case import Area, Case, Check
-from dsv4attn.testing.cases_attention import BOTH, MIXED, SINKS, attention_cases
-from dsv4attn.testing.cases_layer import (
+from dsv4attn.testing.cases.attention import BOTH, MIXED, SINKS, attention_cases
+from dsv4attn.testing.cases.layer import (
     compressor_cases,
     hyper_cases,
     indexer_cases,
@@ -25,11 +24,22 @@ from dsv4attn.testing.cases_layer import (
     step_memory_cases,
     v41_cases,
 )
-from dsv4attn.testing.cases_whole_layer import whole_layer_cases
-from dsv4attn.testing.check_gather import fills, gathers, gathers_long, gathers_within
-from dsv4attn.testing.check_insert import FAR_POSITIONS, rows
-from dsv4attn.testing.check_projection import outputs, projects, projects_without_positions_of_padding
-from dsv4attn.testing.factories import (
+from dsv4attn.testing.cases.whole_layer import whole_layer_cases
+from dsv4attn.testing.checks import insert as check_insert
+from dsv4attn.testing.checks import memory as check_memory
+from dsv4attn.testing.checks.fp8_codes import (
+    SMALLEST_SCALES,
+    Fp8Codes,
+    NanKeys,
+    gathers_every_code,
+    gathers_nan,
+    inserts_nan,
+    shows_nan,
+)
+from dsv4attn.testing.checks.gather import fills, gathers, gathers_long, gathers_within
+from dsv4attn.testing.checks.insert import FAR_POSITIONS, rows
+from dsv4attn.testing.checks.projection import outputs, projects, projects_without_positions_of_padding
+from dsv4attn.testing.kit.factories import (
     GROUP_COUNTS,
     HEADS,
     KINDS,
@@ -39,19 +49,10 @@ from dsv4attn.testing.factories import (
     layout,
     tiny_geometry,
 )
-from dsv4attn.testing.fp8_codes import (
-    SMALLEST_SCALES,
-    Fp8Codes,
-    NanKeys,
-    gathers_every_code,
-    gathers_nan,
-    inserts_nan,
-    shows_nan,
-)
-from dsv4attn.testing.oracle_cache import PagePlacement
-from dsv4attn.testing.random_step import step
-from dsv4attn.testing.single_call import call
-from dsv4attn.testing.strided import each_strided
+from dsv4attn.testing.kit.oracle_cache import PagePlacement
+from dsv4attn.testing.kit.random_step import step
+from dsv4attn.testing.kit.single_call import call
+from dsv4attn.testing.kit.strided import each_strided
 
 __all__ = ["CASES", "GROUPS"]
 

@@ -35,9 +35,9 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, dtype_name
-from dsv4attn.testing.factories import CaseInput, normal
-from dsv4attn.testing.strided import bits
-from dsv4attn.testing.tolerances import rounded
+from dsv4attn.testing.kit.factories import CaseInput, normal
+from dsv4attn.testing.kit.strided import bits
+from dsv4attn.testing.kit.tolerances import rounded
 
 __all__ = [
     "Network", "Way", "WholeLayers", "drawn_ways", "records_and_takes_entries", "same_bits_in_any_way",
