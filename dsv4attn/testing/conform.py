@@ -28,7 +28,7 @@ import torch
 import dsv4attn
 from dsv4attn.core.contract.backend import API_VERSION, Backend
 from dsv4attn.core.contract.device import DeviceFacts, version_of
-from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
+from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
 from dsv4attn.selection import explain, load_backend, registered, registry_of

@@ -9,7 +9,8 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm, KeyForm, Phase

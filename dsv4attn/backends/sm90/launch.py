@@ -17,9 +17,12 @@ from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.attention.meta_calls import meta_request
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.cache import insert
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import Launch, multiprocessors
 from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.backends._triton.tuning import MOST_ROWS, Tuning
 from dsv4attn.backends.sm90 import ops

@@ -13,8 +13,9 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching import warmup
-from dsv4attn.backends._triton.launching.runtime import FAR_FORMS, INTERPRETED, observed
+from dsv4attn.backends._triton.launching.runtime import FAR_FORMS, observed
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys

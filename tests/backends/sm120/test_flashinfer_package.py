@@ -17,7 +17,7 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find
 from dsv4attn.backends.sm120.served import reasons

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.sm120.explain_notes import _assumed
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing import suite

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.testing.case import Case, chosen
 from dsv4attn.testing.cases.table import CASES

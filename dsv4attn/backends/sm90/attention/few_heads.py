@@ -9,9 +9,11 @@ from itertools import product
 import torch
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
+from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.backends.sm90.attention.key_format import PAGES
 from dsv4attn.backends.sm90.attention.meta_calls import NUMBERS, meta_calls
 from dsv4attn.backends.sm90.attention.small_decode import combining

@@ -13,8 +13,10 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
 from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
 from dsv4attn.backends._triton.layer.hyper_connections.launch import Delayed, MixResults
 from dsv4attn.core.contract.warmup import WarmupSpec

@@ -11,8 +11,10 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
 from dsv4attn.backends._triton.layer.indexer.kernels import CODES, NATIVE
 from dsv4attn.backends._triton.layer.indexer.launch import Tile, tiles_for
 from dsv4attn.backends._triton.layer.selection.launch import (

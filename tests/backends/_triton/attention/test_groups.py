@@ -15,7 +15,8 @@ from dsv4attn.backends._triton.attention import kernels_groups
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.attention.kernels import attention
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys, RequestRows
 from dsv4attn.core.contract.backend import AttentionCall, Phase

@@ -15,7 +15,8 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import keys, ptx
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
 from dsv4attn.testing.kit.tolerances import F64

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.index_ops import builder as kernels
 from dsv4attn.backends._triton.index_ops import dense as index_kernels
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder

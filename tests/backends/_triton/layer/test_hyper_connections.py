@@ -16,7 +16,8 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends._triton.layer.hyper_connections import launch as hc
 from dsv4attn.backends._triton.layer.hyper_connections import tuning as hc_tuning
 from dsv4attn.backends._triton.layer.hyper_connections.tuning import Block, Tile, Tuning

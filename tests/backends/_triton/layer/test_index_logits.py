@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed, recording
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import architecture, observed, recording
 from dsv4attn.backends._triton.layer.indexer import kernels
 from dsv4attn.backends._triton.layer.indexer import launch as index_logits
 from dsv4attn.backends._triton.layer.selection import launch as select

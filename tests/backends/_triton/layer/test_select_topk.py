@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import ops as layer_ops
 from dsv4attn.backends._triton.layer.selection import kernels as kernels_select
 from dsv4attn.backends._triton.layer.selection import launch as select

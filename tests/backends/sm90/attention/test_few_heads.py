@@ -14,7 +14,8 @@ from random import Random
 import pytest
 from attrs import evolve
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import FEW_HEADS, FewHeadsSizes, few_heads_sizes_of

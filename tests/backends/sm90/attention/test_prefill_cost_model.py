@@ -9,7 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL, PrefillCostModel

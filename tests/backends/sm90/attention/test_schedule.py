@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4attn.backends._triton.attention.launch import divider
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends.sm90.attention import kernels_common
 from dsv4attn.backends.sm90.attention.kernels_schedule import (
     COST,

@@ -14,7 +14,8 @@ from random import Random
 import pytest
 from attrs import evolve
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm90 import launch, tuning
 from dsv4attn.backends.sm90.attention import small_decode
 from dsv4attn.backends.sm90.launch import Sm90Backend

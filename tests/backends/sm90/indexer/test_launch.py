@@ -10,7 +10,8 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import architecture, observed
 from dsv4attn.backends._triton.layer.indexer import launch as shared_index_logits
 from dsv4attn.backends.sm90.indexer import launch as index_logits
 from dsv4attn.backends.sm90.launch import Sm90Backend

@@ -15,7 +15,8 @@ from triton.runtime.jit import JITCallable
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch, multiprocessors, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors, observed
 from dsv4attn.backends._triton.layer.projections import output as shared
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.output import launch as output

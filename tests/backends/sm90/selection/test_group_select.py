@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.layer.indexer.launch import TILES, tiles_for
 from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends._triton.layer.selection import scratch

@@ -14,7 +14,8 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import ops as shared_ops
 from dsv4attn.backends.sm90 import ops
 from dsv4attn.backends.sm90.explain_notes import notes
