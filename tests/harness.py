@@ -291,7 +291,7 @@ BUILDER_OPS: dict[str, BuilderOps] = {"torch": BuilderOps()}
 _reason = "Triton is not installed"
 if find_spec("triton"):
     from dsv4attn.backends._triton.index_ops import builder as builder_kernels
-    from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+    from dsv4attn.backends._triton.interpreted import INTERPRETED
 
     BUILDER_OPS["triton"] = builder_kernels.BUILDER_OPS
     _reason = "" if INTERPRETED else "kernels are compiled here, and cannot run on the CPU"

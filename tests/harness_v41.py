@@ -25,9 +25,10 @@ from dsv4attn.core.model.geometry import LayerRole, LayerSharing, ModelGeometry,
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
-from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.factories import normal
-from dsv4attn.testing.tolerances import F64, Expected, rounded, stored, tolerance
+from dsv4attn.testing.kit.factories import normal
+from dsv4attn.testing.kit.tolerances import F64, Expected, rounded, stored, tolerance
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle import layer as oracle_layer
 from tests.harness import FP32, LayerStack
 
 RATIOS = [0, 2, 2, 2, 1, 1, 1, 1]

@@ -15,7 +15,17 @@ from pathlib import Path
 
 import dsv4attn
 
-__all__ = ["CORE_FOLDERS", "PICTURE", "arrows", "circles", "folder_of", "modules", "picture", "upward_imports"]
+__all__ = [
+    "CORE_FOLDERS",
+    "FOLDERS",
+    "PICTURE",
+    "arrows",
+    "circles",
+    "folder_of",
+    "modules",
+    "picture",
+    "upward_imports",
+]
 
 PACKAGE = Path(dsv4attn.__file__).parent
 CORE_FOLDERS = (
@@ -31,9 +41,14 @@ CORE_FOLDERS = (
     "ground",
 )
 """Folders of `core`, each importing only what stands after it. "ground" is the files of `core` itself."""
+FOLDERS = {
+    "backends._triton": ("layer", "attention", "cache", "index_ops", "launching", "compiling"),
+    "testing": ("cases", "checks", "kit", "oracle"),
+}
+"""Folders of other packages, each importing no folder that stands before it. Files of the package itself are free."""
 SELECTION = {"plugins", "config"}
 """Modules of the top level that the picture shows as part of selection."""
-SHARED = {"__init__", "arguments", "numerics", "support", "tuning", "untyped"}
+SHARED = {"__init__", "interpreted", "numerics", "sizes", "support", "tuning", "untyped"}
 """Modules of `_triton` that all its folders import. The picture does not show them."""
 PICTURE = PACKAGE.parent / "docs" / "pictures" / "imports.svg"
 BOX = (144, 30)
@@ -136,14 +151,25 @@ def folder_of(module: str) -> str | None:
 
 
 def upward_imports(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
-    """(module, what it imports) where a folder of core imports one that stands before it in CORE_FOLDERS."""
+    """(module, what it imports) where a folder imports one that stands before it in CORE_FOLDERS or FOLDERS."""
     return [
         (module, other)
         for module, others in sorted(graph.items())
         for other in sorted(others)
-        if (folder := folder_of(module)) and (target := folder_of(other))
-        if CORE_FOLDERS.index(target) < CORE_FOLDERS.index(folder)
+        if (place := _place_of(module)) and (target := _place_of(other))
+        if place[0] == target[0] and target[1] < place[1]
     ]
+
+
+def _place_of(module: str) -> tuple[str, int] | None:
+    """The package of a module's folder, and the folder's index in the list of the package; None outside of folders."""
+    if folder := folder_of(module):
+        return "core", CORE_FOLDERS.index(folder)
+    for package, folders in FOLDERS.items():
+        inner = module.removeprefix(f"{package}.").split(".")
+        if module.startswith(f"{package}.") and inner[0] in folders:
+            return package, folders.index(inner[0])
+    return None
 
 
 def _part_of(module: str) -> str | None:
@@ -200,7 +226,8 @@ def picture() -> str:
     for part, target, both in arrows():
         (x1, y1), (x2, y2) = _center(part), _center(target)
         if y1 == y2:
-            x1, x2 = x1 + BOX[0] / 2 + 9, x2 - BOX[0] / 2 - 1
+            side = 1 if x1 < x2 else -1
+            x1, x2 = x1 + side * (BOX[0] / 2 + (9 if both else 1)), x2 - side * (BOX[0] / 2 + 1)
         else:
             y1, y2 = y1 + BOX[1] / 2 + (9 if both else 1), y2 - BOX[1] / 2 - 1
         marks = ' marker-start="url(#head)"' if both else ""

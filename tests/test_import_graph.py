@@ -1,6 +1,8 @@
-"""No file of the package imports in a circle, and no folder of core imports a folder that stands before it."""
+"""No file of the package imports in a circle, and no folder imports a folder that stands before it in its list."""
 
 from __future__ import annotations
+
+import pytest
 
 from tests import import_graph
 
@@ -9,7 +11,7 @@ def test_the_package_has_no_circle() -> None:
     assert import_graph.circles(import_graph.modules()) == []
 
 
-def test_folders_of_core_import_only_folders_after_them() -> None:
+def test_folders_import_only_folders_after_them() -> None:
     graph = import_graph.modules()
 
     assert import_graph.upward_imports(graph) == []
@@ -17,9 +19,16 @@ def test_folders_of_core_import_only_folders_after_them() -> None:
     assert folders == {*import_graph.CORE_FOLDERS}, "every folder of core is in the list"
 
 
-def test_a_planted_circle_and_a_planted_upward_import_are_found() -> None:
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        ("core.model.geometry", "core.layer.attention_layer"),
+        ("backends._triton.compiling.variant", "backends._triton.launching.runtime"),
+        ("testing.kit.factories", "testing.cases.table"),
+    ],
+)
+def test_a_planted_circle_and_a_planted_upward_import_are_found(low: str, high: str) -> None:
     graph = {**import_graph.modules()}
-    low, high = "core.model.geometry", "core.layer.attention_layer"
     graph[low] = {*graph[low], high}
 
     assert (low, high) in import_graph.upward_imports(graph)
@@ -27,7 +36,9 @@ def test_a_planted_circle_and_a_planted_upward_import_are_found() -> None:
     assert high in circle
 
 
-def test_folders_of_core_have_nothing_but_the_listed_folders() -> None:
-    folders = {path.name for path in (import_graph.PACKAGE / "core").iterdir() if (path / "__init__.py").is_file()}
+def test_packages_have_nothing_but_the_listed_folders() -> None:
+    for package, listed in {**import_graph.FOLDERS, "core": import_graph.CORE_FOLDERS}.items():
+        folder = import_graph.PACKAGE.joinpath(*package.split("."))
+        found = {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
 
-    assert folders == {*import_graph.CORE_FOLDERS} - {"ground"}
+        assert found == {*listed} - {"ground"}, package

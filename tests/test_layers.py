@@ -82,7 +82,7 @@ def layer_of(module: str) -> str:
         return "root"
     if parts[1] == "backends" and len(parts) > 2:
         return f"backends/{parts[2]}"
-    if parts[1] == "testing" and len(parts) > 2 and parts[2] in {"oracle", "oracle_layer"}:
+    if parts[1:3] == ["testing", "oracle"]:
         return ORACLE
     if parts[1] == "tools" and len(parts) > 2:
         return parts[2]
@@ -211,30 +211,13 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 def test_every_backend_has_the_same_files() -> None:
     """`compat`: a compiler's names in its releases. `leading_values`: attention that only a front door calls.
 
-    `small_decode`: decodes of few tokens. `few_heads`: ranks of few heads. `ptx`: text of inline assembly, which is no
-    kernel. `key_format`: formats of keys. `meta_calls`: calls on tensors without memory. `served`: what kernels serve,
-    without torch. `flashinfer`: calls of that library. Functions under the names of other libraries stand in
+    `served`: what kernels serve, without torch. `ops`: the table of layer ops. `flashinfer`: calls of that library. A
+    backend with many files has a folder for each part. Functions under the names of other libraries stand in
     `dsv4attn/compat`.
     """
-    needed, allowed = (
-        {"__init__", "launch"},
-        {"kernels", "tuning", "metadata", "explain_notes", "probe", "served", "support"}
-        | {
-            "compat",
-            "few_heads",
-            "group_select",
-            "hyper_connections",
-            "index_logits",
-            "index_select",
-            "key_format",
-            "leading_values",
-            "meta_calls",
-            "ops",
-            "output",
-            "ptx",
-            "small_decode",
-        },
-    )
+    needed = {"__init__", "launch"}
+    allowed = {"kernels", "tuning", "metadata", "explain_notes", "probe", "served", "support"}
+    allowed |= {"compat", "leading_values", "ops"}
     families = ("kernels_", "flashinfer")
     folders = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
     for folder in {folder for folder in folders if folder.parent == PACKAGE / "backends"} - {
@@ -320,7 +303,7 @@ PLANTED = [
     ("dsv4attn.backends.rocm.launch", "from dsv4attn.backends import sm90", "may not import backends/sm90"),
     ("dsv4attn.backends.rocm.launch", "from ..sm90.kernels import decode_kernel", "may not import backends/sm90"),
     ("dsv4attn.backends.rocm.launch", "from dsv4attn import testing", "may not import testing"),
-    ("dsv4attn.backends.rocm.launch", "from dsv4attn.testing.oracle import attend", "may not import testing/oracle"),
+    ("dsv4attn.backends.rocm.launch", "from dsv4attn.testing import oracle", "may not import testing/oracle"),
     ("dsv4attn.backends.rocm.support", "import torch", "may not import torch"),
     ("dsv4attn.backends.rocm.support", "def f():\n    import triton", "may not import triton"),
     ("dsv4attn.selection", "from dsv4attn.backends.reference import launch", "may not import backends/reference"),
@@ -336,15 +319,15 @@ PLANTED = [
         "import importlib\nx = importlib.import_module(f'dsv4attn.backends.{n}')",
         "cli may not import",
     ),
-    ("dsv4attn.testing.cases", "from dsv4attn.backends.reference.launch import Reference", "testing may not import"),
-    ("dsv4attn.testing.cases", "from dsv4attn.tools.replay import trace", "testing may not import replay"),
-    ("dsv4attn.testing.oracle", "from dsv4attn.core.model.geometry import ModelGeometry", "may not import core"),
-    ("dsv4attn.testing.oracle", "from dsv4attn import errors", "may not import errors"),
-    ("dsv4attn.testing.oracle", "from .cases import Case", "may not import testing"),
-    ("dsv4attn.testing.oracle_layer", "from dsv4attn.core.cache.layout import Fp8Format", "may not import core"),
-    ("dsv4attn.testing.oracle_layer", "from dsv4attn.testing.tolerances import rounded", "may not import testing"),
+    ("dsv4attn.testing.suite", "from dsv4attn.backends.reference.launch import Reference", "testing may not import"),
+    ("dsv4attn.testing.cases.table", "from dsv4attn.tools.replay import trace", "testing may not import replay"),
+    ("dsv4attn.testing.oracle.layer", "from dsv4attn.core.model.geometry import ModelGeometry", "may not import core"),
+    ("dsv4attn.testing.oracle.attention", "from dsv4attn import errors", "may not import errors"),
+    ("dsv4attn.testing.oracle.attention", "from ..cases import table", "may not import testing"),
+    ("dsv4attn.testing.oracle.layer", "from dsv4attn.core.cache.layout import Fp8Format", "may not import core"),
+    ("dsv4attn.testing.oracle.layer", "from dsv4attn.testing.kit.tolerances import rounded", "may not import testing"),
     ("dsv4attn.tools.replay.engine", "import dsv4attn.tools.cli.run", "replay may not import cli"),
-    ("dsv4attn.testing.cases", "from dsv4attn.compat import flash_mla", "testing may not import compat"),
+    ("dsv4attn.testing.cases.table", "from dsv4attn.compat import flash_mla", "testing may not import compat"),
     ("dsv4attn.compat.flash_mla", "from dsv4attn.plugins import PluginRegistry", "compat may not import plugins"),
     ("dsv4attn.compat.vllm_xpu", "from dsv4attn.backends.xpu import launch", "compat may not import backends/xpu"),
     ("dsv4attn.tools.replay.engine", "from dsv4attn import plugins", "replay may not import plugins"),
@@ -382,10 +365,10 @@ ALLOWED = [
     ("dsv4attn.backends.xpu.launch", "import torch\nx = torch.xpu.current_stream()", False),
     ("dsv4attn.backends.xpu", "from dsv4attn.hookspecs import hookimpl\nfrom .support import support", True),
     ("dsv4attn.plugins", "import importlib\nx = importlib.import_module('dsv4attn.backends.xpu')", False),
-    ("dsv4attn.testing.cases", "from dsv4attn import load_backend\nfrom dsv4attn.selection import decide", False),
-    ("dsv4attn.tools.replay.engine", "import dsv4attn\nfrom dsv4attn.testing.oracle import attend", False),
+    ("dsv4attn.testing.cases.table", "from dsv4attn import load_backend\nfrom dsv4attn.selection import decide", False),
+    ("dsv4attn.tools.replay.engine", "import dsv4attn\nfrom dsv4attn.testing.oracle.attention import attend", False),
     ("dsv4attn.integrations.transformers", "from transformers import Cache\nfrom dsv4attn import load_backend", True),
-    ("dsv4attn.testing.oracle_layer", "from dsv4attn.testing.oracle import round_bf16", False),
+    ("dsv4attn.testing.oracle.layer", "from dsv4attn.testing.oracle.attention import round_bf16", False),
     ("dsv4attn", "from dsv4attn.selection import load_backend", True),
 ]
 

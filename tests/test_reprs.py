@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from tests.reprs import reprs_in
 from tests.testing import mutants
 from tests.testing.verdicts import certificate_of

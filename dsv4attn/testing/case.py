@@ -1,6 +1,6 @@
 """The type of a conformance case: clauses of the contract, a case input to run, and a check of the results.
 
-A case input (`factories.CaseInput`) lists its requirements as `core.contract.problem.Problem`s. The kit asks the
+A case input (`kit.factories.CaseInput`) lists its requirements as `core.contract.problem.Problem`s. The kit asks the
 backend's support about them before it runs the case. If the backend refuses, its reasons are in the report.
 """
 
@@ -152,7 +152,7 @@ class Case:
         name: str,
         clauses: str,
         says: str,
-        inputs: Any,  # noqa: ANN401 - a `factories.CaseInput`
+        inputs: Any,  # noqa: ANN401 - a `kit.factories.CaseInput`
         check: Check,
         *,
         needs_lse: bool = False,
@@ -183,7 +183,7 @@ class Case:
 
 
 @cache
-def _on(case: Case, device: str) -> Any:  # noqa: ANN401 - a `factories.CaseInput`
+def _on(case: Case, device: str) -> Any:  # noqa: ANN401 - a `kit.factories.CaseInput`
     """CaseInput of a case on a device: made once, so that several backends share the oracle's answer."""
     return case.inputs if case.inputs.device == device else attrs.evolve(case.inputs, device=device)
 

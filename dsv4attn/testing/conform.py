@@ -28,14 +28,14 @@ import torch
 import dsv4attn
 from dsv4attn.core.contract.backend import API_VERSION, Backend
 from dsv4attn.core.contract.device import DeviceFacts, version_of
-from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
+from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS, LAYER_OPS
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
 from dsv4attn.selection.reference_ops import reference_ops_of
 from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
-from dsv4attn.testing.cases import CASES, GROUPS
-from dsv4attn.testing.tolerances import multiplying_in
+from dsv4attn.testing.cases.table import CASES, GROUPS
+from dsv4attn.testing.kit.tolerances import multiplying_in
 
 __all__ = [
     "SCHEMA", "STATES", "BrokenSupportError", "Certificate", "Failures", "Outcome", "Subject", "certificates_of",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from dsv4attn.core.contract.backend import API_VERSION
 from dsv4attn.testing.case import Case
-from dsv4attn.testing.cases import GROUPS
+from dsv4attn.testing.cases.table import GROUPS
 from dsv4attn.testing.conform import STATES, Certificate, Failures, Outcome, environment, versions
 from dsv4attn.testing.parity import Parity, cell
 

@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Warnings of Triton's interpreter are ignored: a vendor's settings may make warnings errors.
     """
     from dsv4attn.errors import Dsv4AttnError
-    from dsv4attn.testing.interpreter_warnings import MODULE
+    from dsv4attn.testing.kit.interpreter_warnings import MODULE
 
     config.addinivalue_line("filterwarnings", f"ignore::RuntimeWarning:{MODULE}")
     try:

@@ -30,9 +30,9 @@ import torch
 
 from dsv4attn.core.contract.device import may_have_accelerator
 from dsv4attn.testing.case import Case
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Outcome, Subject, run_case
-from dsv4attn.testing.interpreter_warnings import ignore_interpreter_warnings
+from dsv4attn.testing.kit.interpreter_warnings import ignore_interpreter_warnings
 
 __all__ = ["TIMEOUT", "TIME_OUT", "UNUSABLE", "outcomes_in_processes"]
 

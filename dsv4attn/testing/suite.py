@@ -31,7 +31,7 @@ import torch
 
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing.case import Area, Case
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, run_case
 
 __all__ = ["Fixtures", "TestCache", "TestDecode", "TestLayer", "TestMemory", "TestPrefill"]

@@ -9,7 +9,8 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm, KeyForm, Phase
@@ -18,9 +19,9 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.case import Bench
-from dsv4attn.testing.check_attention import any_cut_same_bits
-from dsv4attn.testing.factories import tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.checks.attention import any_cut_same_bits
+from dsv4attn.testing.kit.factories import tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing

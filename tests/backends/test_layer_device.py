@@ -19,7 +19,7 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.selection import load_backend
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends.built_in import triton_backends
 from tests.harness import LayerStack, random_weights

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.cache import index_records
+from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 
 I32 = torch.int32
 OCP, FNUZ = Fp8Format.OCP, Fp8Format.FNUZ
@@ -149,7 +149,7 @@ def all_amax() -> Tensor:
 def test_the_exponent_of_every_bf16_maximum_is_exact(dialect: Fp8Format, limit: int) -> None:
     amax = all_amax()
     layout = KVCacheLayout.fp8_ds_mla(4, 2, group_size=4, fp8_format=dialect, fp8_max=limit)
-    codes, scales = index_records.quantize_keys(amax[:, None] * torch.tensor([[1.0, 0, 0, -0.5]]), layout)
+    codes, scales = key_codecs.quantize_keys(amax[:, None] * torch.tensor([[1.0, 0, 0, -0.5]]), layout)
 
     assert len(amax) == 18_094
     for value, byte in zip(amax.tolist(), scales[:, 0].tolist(), strict=True):
@@ -166,7 +166,7 @@ def test_fnuz_writes_up_to_240_or_to_the_224_of_vllm() -> None:
     rows = torch.linspace(-480, 480, 64).expand(2, 64).bfloat16()
     for limit in (240.0, 224.0):
         layout = KVCacheLayout.fp8_ds_mla(48, 16, group_size=16, fp8_format=FNUZ, fp8_max=limit)
-        codes, scales = index_records.quantize_keys(rows[:, :48].float(), layout)
+        codes, scales = key_codecs.quantize_keys(rows[:, :48].float(), layout)
         for g in range(3):
             group = rows[0, 16 * g : 16 * g + 16].double().numpy()
             exponent = oracle.scale_exponent(float(np.abs(group).max()), limit)
@@ -358,7 +358,7 @@ def test_gather_of_nothing_is_a_no_op() -> None:
 
 
 def test_a_scale_is_a_power_of_two_made_of_bits() -> None:
-    scales = index_records.power_of_two(torch.arange(256, dtype=I32)).tolist()
+    scales = key_codecs.power_of_two(torch.arange(256, dtype=I32)).tolist()
 
     assert scales[:255] == [math.ldexp(1.0, byte - 127) for byte in range(255)]
     assert math.isnan(scales[255])

@@ -12,7 +12,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.model.geometry import Rope, Yarn
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 
 BF16 = torch.bfloat16
 ROPE = Rope(8, 160000.0, Yarn(16.0, 256))

@@ -7,7 +7,7 @@ from attrs import evolve
 
 from dsv4attn import load_backend
 from dsv4attn.core.contract.device import DeviceFacts
-from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS
+from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.selection import explain, registered

@@ -16,7 +16,7 @@ from dsv4attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import Rank
 from dsv4attn.errors import ArgumentError, UnsupportedError
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends.built_in import of_rank
 from tests.compat.flash_mla_calls import cache_of, random
 from tests.core.cache import v41_packer

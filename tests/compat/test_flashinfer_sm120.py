@@ -12,7 +12,8 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.compat.flashinfer_sm120 import SparseMLASm120Wrapper, get_padded_num_q_heads
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 from tests.backends._triton.attention.attention_trials import OCP, Answer, Trial

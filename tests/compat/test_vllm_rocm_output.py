@@ -17,8 +17,8 @@ from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.compat.vllm_rocm_output import rocm_inv_rope_einsum
 from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import oracle
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.testing.kit.tolerances import F64
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
 from tests.core.model.scaled import OCP, Scaled, each_dialect, each_form, each_name
 

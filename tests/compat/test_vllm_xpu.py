@@ -29,7 +29,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.attention.attention_trials import OCP, Answer, Trial
 from tests.backends._triton.cache.caches import CPU, DEVICE, draw, poisoned, seeded
 from tests.backends.xpu.mutants import ATTENDING, planted

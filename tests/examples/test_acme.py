@@ -32,8 +32,8 @@ print(json.dumps({"name": backend.name, "tile_tokens": getattr(backend, "tile_to
 STEP = """
 import json
 from dsv4attn.testing.case import Bench
-from dsv4attn.testing.check_attention import equals_oracle
-from dsv4attn.testing.random_step import step
+from dsv4attn.testing.checks.attention import equals_oracle
+from dsv4attn.testing.kit.random_step import step
 measures = [equals_oracle(Bench(backend), step(kind, (300, 1), (0, 40))) for kind in ("swa", "c4a", "c128a")]
 print(json.dumps([measure.fraction for measure in measures]))
 """

@@ -33,7 +33,7 @@ from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
 from dsv4attn.tools.cli import main
 from tests.examples.built_wheels import ACME, OFFLINE, PIP, ROOT, environment

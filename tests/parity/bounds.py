@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.parity.hf import Trace
 
 BF16, E4M3 = 2.0**-8, 2.0**-4

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.testing.tolerances import read_row, written
+from dsv4attn.testing.kit.tolerances import read_row, written
 from tests.parity import hf
 
 TOKENS, SEEDS, ROPE = 320, (0, 1), 64

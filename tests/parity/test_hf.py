@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.cache import index_records
+from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.metadata.builder import MetadataBuilder
@@ -275,7 +275,7 @@ def test_a_planted_bug_is_seen(bug: str, kind: LayerKind, mode: Mode) -> None:
 @every_kind
 def test_a_scale_one_step_too_small_is_seen(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, layout = hf.trace(0, kind), ROUNDED["fp8"]
-    quantize = index_records.quantize_keys
+    quantize = key_codecs.quantize_keys
 
     def halved(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
         codes, scales = quantize(values, layout)

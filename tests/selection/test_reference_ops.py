@@ -26,7 +26,7 @@ from dsv4attn.errors import ArgumentError, ConfigError, Dsv4AttnError, NoBackend
 from dsv4attn.selection import explain, load_backend, reference_ops, select_backend
 from dsv4attn.selection.reference_ops import ReferenceOpsBackend, reference_ops_of
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.certificates import table_of_certificates
 from dsv4attn.testing.conform import Subject, conform
 from dsv4attn.tools.bench.result import Machine, Run, load

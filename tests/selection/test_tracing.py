@@ -26,7 +26,7 @@ from dsv4attn.selection import load_backend, select_backend
 from dsv4attn.selection.reference_ops import reference_ops_of
 from dsv4attn.selection.tracing import TracedBackend
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.harness import SMALL, forward_args
 from tests.selection.planted_ops import install_planted

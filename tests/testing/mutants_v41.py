@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS
+from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS
 from dsv4attn.core.torch_ops.selection import ENTRIES, score_entries
 from dsv4attn.core.torch_ops.tiles import PLAIN
 

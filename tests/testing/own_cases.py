@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4attn.testing.case import Area, Bench, Case, Measure
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 
 __all__ = ["case_of", "raising"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.certificates import (
     BEGIN,
     END,

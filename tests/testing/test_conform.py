@@ -17,7 +17,7 @@ from dsv4attn.core.contract.backend import API_VERSION, AttentionCall
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.testing.case import Area, Bench, Case, Measure, SkipCase, Wrong, chosen
-from dsv4attn.testing.cases import CASES, GROUPS
+from dsv4attn.testing.cases.table import CASES, GROUPS
 from dsv4attn.testing.conform import (
     SCHEMA,
     BrokenSupportError,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dsv4attn.testing import factories
 from dsv4attn.testing.case import Area, Case
-from dsv4attn.testing.cases import CASES, GROUPS
+from dsv4attn.testing.cases.table import CASES, GROUPS
+from dsv4attn.testing.kit import factories
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
 CLAUSES = dict(re.findall(r"^- \*\*([A-Z]\d+)\.\*\* (.*?)(?=^- |^$)", DOC, flags=re.MULTILINE | re.DOTALL))

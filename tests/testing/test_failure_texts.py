@@ -17,9 +17,9 @@ from dsv4attn.core.cache.layout import Fp8Format, PagedKVCache
 from dsv4attn.core.cache.selected_keys import GatheredKeys
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.causes import factor_of_two, likely_cause
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
+from dsv4attn.testing.kit.causes import factor_of_two, likely_cause
 
 
 def larger(call: AttentionCall) -> None:

@@ -13,9 +13,9 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.case import Bench, Wrong, chosen
-from dsv4attn.testing.cases import CASES
-from dsv4attn.testing.cases_whole_layer import v4_layers
-from dsv4attn.testing.check_whole_layer import OTHER_REQUEST, Network, drawn_ways, replayed
+from dsv4attn.testing.cases.table import CASES
+from dsv4attn.testing.cases.whole_layer import v4_layers
+from dsv4attn.testing.checks.whole_layer import OTHER_REQUEST, Network, drawn_ways, replayed
 from tests.testing import mutants_batch as wrong
 from tests.testing.verdicts import all_fail, certificate_of, none_fail
 

@@ -13,7 +13,7 @@ from dsv4attn.backends.reference import kernels as reference_kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.layer_ops import LAYER_OPS
+from dsv4attn.core.contract.op_names import LAYER_OPS
 from dsv4attn.core.torch_ops import indexer, latents, selection
 from tests.layer_ops import TorchOps
 from tests.testing import mutants_layer as wrong

@@ -11,7 +11,7 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract import layer_ops
+from dsv4attn.core.contract import op_names
 from dsv4attn.core.torch_ops.arguments import StatePages
 from dsv4attn.errors import ArgumentError
 from tests.testing import mutants_v41 as wrong
@@ -160,6 +160,6 @@ def test_a_certificate_says_who_runs_each_step_of_v41() -> None:
 
     backend.layer_ops = attrs.evolve(backend.layer_ops, compress_latents=own)
     certificate = certificate_of(lambda: backend, "latents-1")
-    names = (*layer_ops.LATENTS, *layer_ops.CANDIDATES, *layer_ops.DELAYED)
+    names = (*op_names.LATENTS, *op_names.CANDIDATES, *op_names.DELAYED)
 
     assert certificate.as_json()["v41_steps"] == {**dict.fromkeys(names, "reference"), "compress_latents": "own"}

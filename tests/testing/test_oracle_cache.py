@@ -11,11 +11,11 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
-from dsv4attn.testing.factories import layout, layouts, normal, tiny_geometry
-from dsv4attn.testing.oracle_cache import AFTER_PAGE, UNWRITTEN, OracleCache, PagePlacement, place_of
-from dsv4attn.testing.random_step import step
-from dsv4attn.testing.single_call import call
-from dsv4attn.testing.tolerances import stored
+from dsv4attn.testing.kit.factories import layout, layouts, normal, tiny_geometry
+from dsv4attn.testing.kit.oracle_cache import AFTER_PAGE, UNWRITTEN, OracleCache, PagePlacement, place_of
+from dsv4attn.testing.kit.random_step import step
+from dsv4attn.testing.kit.single_call import call
+from dsv4attn.testing.kit.tolerances import stored
 
 LAYOUTS = {**{f"tiny-{k}": v for k, v in layouts(tiny_geometry()).items()}, "real": layout("ocp")}
 

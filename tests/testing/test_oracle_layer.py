@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Wrong
-from dsv4attn.testing.tolerances import UNIT, CodeRule, Formula, hold_record, hold_values
+from dsv4attn.testing.kit.tolerances import UNIT, CodeRule, Formula, hold_record, hold_values
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle import layer as oracle_layer
 from tests.testing.arrays import rng
 
 NAN = math.nan

@@ -7,8 +7,8 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.testing.case import Bench, Measure, Wrong
-from dsv4attn.testing.check_insert import rows
-from dsv4attn.testing.strided import NAMES, StridedTensors, each_strided
+from dsv4attn.testing.checks.insert import rows
+from dsv4attn.testing.kit.strided import NAMES, StridedTensors, each_strided
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])

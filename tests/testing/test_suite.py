@@ -9,7 +9,7 @@ import pytest
 
 # what a run inside this process imports must be there before: pytester forgets what came in between.
 from dsv4attn.testing import plugin, suite
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.plugin import ExpectedFailure, read_xfails
 
 pytest_plugins = ["pytester"]

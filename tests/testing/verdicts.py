@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Certificate, Subject, conform
 from tests.reprs import reprs_in
 

@@ -18,10 +18,10 @@ from dsv4attn.backends._triton.attention import ranks
 from dsv4attn.backends._triton.attention.meta_calls import meta_calls, meta_gathered, meta_pages, meta_request
 from dsv4attn.backends._triton.cache import fill, gather, insert
 from dsv4attn.backends._triton.cache.records import row_alignments
-from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.compiling.variant import WIDE, Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.recorded import meta_cache
-from dsv4attn.backends._triton.launching.runtime import WIDE, multiprocessors, recording
+from dsv4attn.backends._triton.launching.runtime import multiprocessors, recording
 from dsv4attn.backends._triton.launching.warmup import warm
 from dsv4attn.backends._triton.layer import ops
 from dsv4attn.backends._triton.layer.projections import few_rows, output, products

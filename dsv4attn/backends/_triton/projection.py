@@ -15,17 +15,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens, row_alignments
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.kernels_projection import project_kernel, project_turned_kernel, turn_back_kernel
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import (
-    INTERPRETED,
-    WIDE,
-    Constants,
-    architecture,
-    launch,
-    multiprocessors,
-)
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.projections import few_rows, products
 from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.backends._triton.sizes import cdiv

@@ -18,11 +18,11 @@ from torch import Tensor
 from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
 from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget
 from dsv4attn.backends.sm120.served import TILE, reasons, record_of
+from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout, check_layout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall, Run
 from dsv4attn.core.contract.problem import CacheFacts, Problem
-from dsv4attn.core.memory.chunking import round_up
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec, signature
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError

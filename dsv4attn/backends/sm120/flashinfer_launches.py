@@ -11,8 +11,9 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.meta_calls import meta_calls, meta_pages
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import Constants, Launch
+from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.backends.sm120.kernels import prepare, settle
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import PagedKeys

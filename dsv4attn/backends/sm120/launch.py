@@ -16,11 +16,11 @@ from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
 from dsv4attn.backends.sm120.served import ARCHS, reasons
 from dsv4attn.backends.sm120.tuning import TUNING
+from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.contract.backend import AttentionCall, Capabilities, KeyForm, Phase, Products, Run
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 from dsv4attn.core.contract.warmup import WarmupSpec
-from dsv4attn.core.memory.chunking import round_up
 from dsv4attn.core.memory.workspace import ALIGNMENT, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec

@@ -17,26 +17,25 @@ from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.attention.meta_calls import meta_request
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.cache import insert
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import Launch, multiprocessors
 from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.backends._triton.tuning import MOST_ROWS, Tuning
-from dsv4attn.backends.sm90 import (
-    few_heads,
-    group_select,
-    hyper_connections,
-    index_logits,
-    index_select,
-    ops,
-    output,
-    small_decode,
-)
-from dsv4attn.backends.sm90.kernels_combine import combine_parts
-from dsv4attn.backends.sm90.kernels_groups import LISTED, list_groups
-from dsv4attn.backends.sm90.kernels_schedule import SHORT
-from dsv4attn.backends.sm90.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat, format_of
-from dsv4attn.backends.sm90.meta_calls import NUMBERS, meta_calls
+from dsv4attn.backends.sm90 import ops
+from dsv4attn.backends.sm90.attention import few_heads, small_decode
+from dsv4attn.backends.sm90.attention.kernels_combine import combine_parts
+from dsv4attn.backends.sm90.attention.kernels_groups import LISTED, list_groups
+from dsv4attn.backends.sm90.attention.kernels_schedule import SHORT
+from dsv4attn.backends.sm90.attention.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat, format_of
+from dsv4attn.backends.sm90.attention.meta_calls import NUMBERS, meta_calls
+from dsv4attn.backends.sm90.hyper_connections import launch as hyper_connections
+from dsv4attn.backends.sm90.indexer import launch as index_logits
+from dsv4attn.backends.sm90.output import launch as output
+from dsv4attn.backends.sm90.selection import group_select, index_select
 from dsv4attn.backends.sm90.served import DIM, against_layer, keys_of
 from dsv4attn.backends.sm90.tuning import (
     BF16_ROWS_ROLES,
@@ -78,7 +77,7 @@ from dsv4attn.errors import ArgumentError
 if INTERPRETED:
     from dsv4attn.backends.sm90.interpreted.kernels import attention
 else:
-    from dsv4attn.backends.sm90.kernels import attention
+    from dsv4attn.backends.sm90.attention.kernels import attention
 
 __all__ = ["Sm90Backend", "variants"]
 

@@ -1,6 +1,6 @@
 """The layer ops on Hopper: kernels for Hopper serve what they can, the shared kernels the rest.
 
-The kernels for Hopper are those of `index_logits`, `index_select`, `group_select` and `hyper_connections`.
+The kernels for Hopper are those of `indexer`, `selection` and `hyper_connections`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.layer import ops
 from dsv4attn.backends._triton.layer.indexer import launch as shared_index_logits
-from dsv4attn.backends.sm90 import group_select, hyper_connections, index_logits, index_select
+from dsv4attn.backends.sm90.hyper_connections import launch as hyper_connections
+from dsv4attn.backends.sm90.indexer import launch as index_logits
+from dsv4attn.backends.sm90.selection import group_select, index_select
 from dsv4attn.backends.sm90.tuning import in_one_launch
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.layer_ops import LayerOps, Op

@@ -21,12 +21,14 @@ from dsv4attn.backends._triton.cache.records import (
     record_alignments,
     record_form,
 )
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import Constants, launch
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels, leading_values
 from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, RUN_BYTES, TUNING
+from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.attention.checks import check_attention_strides
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
@@ -34,7 +36,6 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Capa
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory import workspace
-from dsv4attn.core.memory.chunking import round_up
 from dsv4attn.core.memory.plan import gathers_keys
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec

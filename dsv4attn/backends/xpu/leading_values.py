@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.backends.xpu import kernels

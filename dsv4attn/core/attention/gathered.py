@@ -11,6 +11,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.attention.call import INT, ForwardCall, PhaseCall, PreparedCall
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import (
@@ -22,7 +23,7 @@ from dsv4attn.core.cache.selected_keys import (
     RaggedIndices,
 )
 from dsv4attn.core.contract.backend import AttentionTensors, Backend, FillRows, IndexForm, Phase
-from dsv4attn.core.memory.chunking import PrefillChunk, round_up
+from dsv4attn.core.memory.chunking import PrefillChunk
 from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.tensorspec import BufferSpec

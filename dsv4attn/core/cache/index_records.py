@@ -17,9 +17,7 @@ from dsv4attn.core.torch_modes import without_modes
 
 __all__ = [
     "dequantize_index",
-    "power_of_two",
     "quantize_index",
-    "quantize_keys",
     "read_index_keys",
     "read_rows",
     "slots_of",

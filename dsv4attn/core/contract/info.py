@@ -25,7 +25,7 @@ class Rank(IntEnum):
 
 
 LAYER_PARTS = "compressor", "indexer", "selection", "hyper_connections"
-"""Parts of the layer around attention; `layer_ops.LAYER_OPS` has their ops."""
+"""Parts of the layer around attention; `op_names.LAYER_OPS` has their ops."""
 
 COMPUTING = frozenset({
     "quantize_and_insert_k_cache", "qnorm_rope_kv_insert", "dequantize_and_gather_k_cache", "decode", "prefill",

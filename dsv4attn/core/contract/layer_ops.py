@@ -24,10 +24,7 @@ from dsv4attn.core.torch_ops import candidates, compressor, hyper_connections, i
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages, TokenMap
 from dsv4attn.core.torch_ops.tiles import TILE_BYTES, Arithmetic, arithmetic_of, batch_invariant_linear, linear
 
-__all__ = [
-    "CANDIDATES", "DELAYED", "LATENTS", "LAYER_OPS", "CodedProducts", "EntryNorm", "LayerOps", "StatePages",
-    "TokenMap", "default_layer_ops",
-]  # fmt: skip
+__all__ = ["CodedProducts", "EntryNorm", "LayerOps", "StatePages", "TokenMap", "default_layer_ops"]
 
 Op: TypeAlias = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from dsv4attn.core.memory.workspace import ALIGNMENT
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["ChunkBounds", "PrefillChunk", "cut_chunk", "plan_prefill_chunks", "plan_row_chunks", "round_up"]
+__all__ = ["ChunkBounds", "PrefillChunk", "cut_chunk", "plan_prefill_chunks", "plan_row_chunks"]
 
 
 @frozen

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dsv4attn.core.argument_checks import check_type
+from dsv4attn.core.argument_checks import check_type, round_up
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend, IndexForm, KeyForm, Phase, check_is_backend
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.memory.chunking import ChunkBounds, round_up, small_bytes, widest_columns, widest_topk
+from dsv4attn.core.memory.chunking import ChunkBounds, small_bytes, widest_columns, widest_topk
 from dsv4attn.core.memory.rank_buffers import ARENA as RANKS
 from dsv4attn.core.memory.rank_buffers import (
     KEYS_ARENA,

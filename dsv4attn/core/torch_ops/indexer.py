@@ -12,7 +12,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.cache.index_records import dequantize_index, power_of_two, quantize_index, read_index_keys, slots_of
+from dsv4attn.core.cache.index_records import dequantize_index, quantize_index, read_index_keys, slots_of
+from dsv4attn.core.cache.key_codecs import power_of_two
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.model.rope import angles_at, apply_rope
 from dsv4attn.core.reprs import fields_repr

@@ -17,7 +17,7 @@ import click
 
 from dsv4attn import __version__
 from dsv4attn.errors import Dsv4AttnError, did_you_mean
-from dsv4attn.testing.interpreter_warnings import ignore_interpreter_warnings
+from dsv4attn.testing.kit.interpreter_warnings import ignore_interpreter_warnings
 
 __all__ = ["main", "print_json"]
 

@@ -120,7 +120,7 @@ def conform(
     check_request(backend)
     require_torch(ctx)
     from dsv4attn.testing.case import chosen as matching
-    from dsv4attn.testing.cases import CASES
+    from dsv4attn.testing.cases.table import CASES
     from dsv4attn.testing.certificates import certificate_text, summary_text
     from dsv4attn.testing.conform import Subject
     from dsv4attn.testing.parity import Parity
@@ -289,7 +289,7 @@ def grouped(outcomes: Sequence[Outcome]) -> list[str]:
 def _table(certificate: Certificate) -> Table:
     from rich.text import Text
 
-    from dsv4attn.testing.cases import GROUPS
+    from dsv4attn.testing.cases.table import GROUPS
     from dsv4attn.testing.conform import STATES
 
     caption = (

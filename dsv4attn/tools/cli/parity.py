@@ -66,7 +66,7 @@ def parity(
             check_request(name)
     require_torch(ctx)
     from dsv4attn.testing.case import chosen as matching
-    from dsv4attn.testing.cases import CASES
+    from dsv4attn.testing.cases.table import CASES
     from dsv4attn.testing.parity import Parity, subjects
 
     cases = matching(CASES, chosen)

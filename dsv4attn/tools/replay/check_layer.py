@@ -44,8 +44,8 @@ from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.reprs import fields_repr
-from dsv4attn.testing import oracle
-from dsv4attn.testing.oracle import F64
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.oracle_layer import OracleLayer
 from dsv4attn.tools.replay.over_ranks import IndexKeyReaderOverRanks, KeyReaderOverRanks, selected_over_ranks
 from dsv4attn.tools.replay.read_back import BF16, SUMS, IndexKeyReader, KeyReader, rounding_bound, share_of_bound

@@ -20,20 +20,13 @@ from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspacePlan
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from dsv4attn.serving.cache_manager import CacheManager
+from dsv4attn.serving.cache_manager import COMPRESSED, WINDOW, CacheManager
 from dsv4attn.serving.request import Request
 from dsv4attn.serving.scheduler import Scheduler
 from dsv4attn.tools.replay.layer_runner import LayerRunner, MeteredWorkspace, RunSettings, timed
 from dsv4attn.tools.replay.names import CACHES
 from dsv4attn.tools.replay.over_ranks import MeteredContext, RanksReport
-from dsv4attn.tools.replay.pools import (
-    COMPRESSED,
-    COMPRESSED_BLOCK_TOKENS,
-    WINDOW,
-    PageGroup,
-    RequestPages,
-    plan_pools,
-)
+from dsv4attn.tools.replay.pools import COMPRESSED_BLOCK_TOKENS, PageGroup, RequestPages, plan_pools
 from dsv4attn.tools.replay.random_weights import RandomWeights
 from dsv4attn.tools.replay.results import Report
 from dsv4attn.tools.replay.workload import Workload

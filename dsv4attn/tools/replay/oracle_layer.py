@@ -12,9 +12,9 @@ from torch import Tensor
 from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn.core.model.weights import AttentionWeights, CompressorWeights
-from dsv4attn.testing import oracle
-from dsv4attn.testing.factories import frequencies
-from dsv4attn.testing.oracle import F64
+from dsv4attn.testing.kit.factories import frequencies
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.random_weights import RandomWeights
 
 __all__ = ["OracleLayer"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
-from dsv4attn.testing.oracle import F64
+from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.read_back import IndexKeyReader, KeyReader
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
-from dsv4attn.testing.oracle import F64
+from dsv4attn.testing.oracle.attention import F64
 
 __all__ = ["LOUDEST", "RandomWeights", "hidden_bank", "norm_weights"]
 

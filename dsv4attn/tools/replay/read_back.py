@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.testing import oracle
-from dsv4attn.testing.oracle import F64
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle.attention import F64
 
 __all__ = ["BF16", "SUMS", "IndexKeyReader", "KeyReader", "rounding_bound", "share_of_bound"]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract import RankOps
 from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Backend, EntryIndices, Phase, Run
-from dsv4attn.core.contract.layer_ops import LAYER_OPS, LayerOps
+from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.core.contract.op_names import LAYER_OPS
 from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.tools.replay.results import LAYER_OPERATIONS

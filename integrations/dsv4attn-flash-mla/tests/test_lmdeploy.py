@@ -13,8 +13,8 @@ from lmdeploy_python import loaded
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.testing.oracle_cache import place_of
-from dsv4attn.testing.tolerances import Expected, read_row, tolerance
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import Expected, read_row, tolerance
 
 LAYOUT, WINDOW, BLOCK, SCALE = KVCacheLayout.fp8_ds_mla(), 128, 256, 512**-0.5
 BUDGET = tolerance(LAYOUT, torch.bfloat16)

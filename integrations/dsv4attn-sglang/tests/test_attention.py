@@ -18,7 +18,7 @@ import torch
 from kit import case
 from torch import Tensor
 
-from dsv4attn.testing.oracle import attend_row, read_record
+from dsv4attn.testing.oracle.attention import attend_row, read_record
 
 RECORD = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8, "split": True}
 TEST = unittest.TestCase()

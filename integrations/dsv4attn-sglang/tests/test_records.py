@@ -26,7 +26,7 @@ from dsv4attn.compat.direct import CallKind
 from dsv4attn.config import Settings
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.selection import resolve
-from dsv4attn.testing.oracle import read_fp4, read_fp8
+from dsv4attn.testing.oracle.attention import read_fp4, read_fp8
 
 
 @pytest.fixture(autouse=True)

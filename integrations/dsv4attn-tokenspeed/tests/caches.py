@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.testing.oracle_cache import place_of
-from dsv4attn.testing.tolerances import Expected, read_row, tolerance, written
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import Expected, read_row, tolerance, written
 
 SCALE = 512**-0.5
 V4 = KVCacheLayout.fp8_ds_mla()

@@ -83,7 +83,7 @@ def test_prefill_attends_to_the_rows_that_are_named(backend: str, ops: Any) -> N
 
 def judge_rows(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, lens: torch.Tensor, sink: torch.Tensor) -> Any:
     """The answer of float64 over rows of bf16."""
-    from dsv4attn.testing.tolerances import Expected
+    from dsv4attn.testing.kit.tolerances import Expected
 
     answer = Expected.empty(*q.shape)
     for token, row in enumerate(q.double().numpy()):

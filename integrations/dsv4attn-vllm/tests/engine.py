@@ -37,7 +37,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, get_kv_cache_spec
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 import dsv4attn as ds
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 
 try:
     from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs

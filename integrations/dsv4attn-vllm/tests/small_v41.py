@@ -18,7 +18,7 @@ from small_model import shares_of_bugs
 from torch import Tensor
 from torch.nn.functional import linear, silu, softplus
 
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 
 __all__ = [
     "BUGS_V41",

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.attention.forward_mqa import forward_mqa
@@ -28,7 +29,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import operations
 

@@ -13,8 +13,9 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching import warmup
-from dsv4attn.backends._triton.launching.runtime import FAR_FORMS, INTERPRETED, observed
+from dsv4attn.backends._triton.launching.runtime import FAR_FORMS, observed
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
@@ -23,8 +24,8 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing import factories
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit import factories
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, launching_nothing

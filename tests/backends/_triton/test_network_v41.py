@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.selection import load_backend
 from tests.harness_v41 import AttentionNetwork, Steps, worst_attention_error
 

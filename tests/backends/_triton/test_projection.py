@@ -15,7 +15,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer.projections import few_rows, products
 from dsv4attn.backends._triton.layer.projections.products import Tile
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.cache.caches import DEVICE, draw, each_dtype, seeded, strided
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20

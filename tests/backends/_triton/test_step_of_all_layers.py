@@ -11,7 +11,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
@@ -20,7 +20,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, Request
 from tests.backends.built_in import class_of, triton_backends

@@ -14,8 +14,8 @@ from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.factories import layouts, tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import layouts, tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.attention.attention_trials import Trial
 from tests.backends._triton.cache.caches import DEVICE
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.backends._triton.index_ops import dense as kernels
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.metadata import (
     DeepseekV4ROCMAiterMLASparseMetadata,
@@ -33,8 +33,8 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.factories import tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE
 from tests.core.attention.strategies import examples

@@ -20,8 +20,8 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.testing.oracle_cache import place_of
-from dsv4attn.testing.tolerances import Expected, read_row, written
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import Expected, read_row, written
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm120.fake_flashinfer import Config, RecordingWrapper
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.explain_notes import notes
@@ -24,7 +24,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Answer, Trial
 from tests.backends._triton.triton_backends import planned as planned_call

@@ -16,7 +16,7 @@ from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnsupportedError
-from dsv4attn.testing.tolerances import tolerance
+from dsv4attn.testing.kit.tolerances import tolerance
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing
 from tests.backends.sm120.decode_calls import LAYOUT, Trial, installed_flashinfer

@@ -17,14 +17,14 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find
 from dsv4attn.backends.sm120.served import reasons
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.testing.tolerances import tolerance
+from dsv4attn.testing.kit.tolerances import tolerance
 from tests.backends.sm120.decode_calls import LAYOUT, Trial, installed_flashinfer
 from tests.backends.sm120.fake_flashinfer import HEADS, Facts, FormatsWrapper, RecordingWrapper, Segment, inspected
 from tests.backends.sm120.test_formats import trial_of

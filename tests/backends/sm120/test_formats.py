@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.sm120.explain_notes import _assumed
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget
@@ -18,7 +18,7 @@ from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import PagedKeys
 from dsv4attn.core.contract.problem import CacheFacts, Reason
 from dsv4attn.errors import Dsv4AttnError
-from dsv4attn.testing.tolerances import tolerance
+from dsv4attn.testing.kit.tolerances import tolerance
 from tests.backends.sm120.decode_calls import LAYOUT, Trial
 from tests.backends.sm120.fake_flashinfer import FormatsWrapper, RecordingWrapper, all_configs
 from tests.backends.sm120.test_probe import install, working

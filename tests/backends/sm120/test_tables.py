@@ -8,13 +8,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention, remember
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.device import DeviceFacts
-from dsv4attn.testing.tolerances import tolerance
+from dsv4attn.testing.kit.tolerances import tolerance
 from tests.backends.sm120.decode_calls import LAYOUT, Trial, installed_flashinfer
 from tests.backends.sm120.fake_flashinfer import RecordingWrapper
 

@@ -11,8 +11,8 @@ from attrs import evolve
 from dsv4attn import errors
 from dsv4attn.backends._triton.launching.runtime import multiprocessors, observed
 from dsv4attn.backends.sm90 import INFO, launch
+from dsv4attn.backends.sm90.attention.key_format import PAGES, ROWS
 from dsv4attn.backends.sm90.explain_notes import notes
-from dsv4attn.backends.sm90.key_format import PAGES, ROWS
 from dsv4attn.backends.sm90.launch import Sm90Backend, _key_format
 from dsv4attn.compat import flash_mla
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.backends.sm90 import launch, small_decode
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends.sm90 import launch
+from dsv4attn.backends.sm90.attention import small_decode
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS
 from dsv4attn.core.contract.backend import Backend

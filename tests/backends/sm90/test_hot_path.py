@@ -15,8 +15,9 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.compiling.variant import Variant, type_of
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching import warmup
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import KeyForm, Phase

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.testing.case import Case, chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.triton_backends import QuickHistory
 from tests.fast_interpreter.products import multiplied_alike

@@ -16,8 +16,8 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.projection import output_projection
 from dsv4attn.core.attention.rank_sum import sum_over_ranks
 from dsv4attn.core.model.geometry import LayerGeometry
-from dsv4attn.testing import oracle
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.testing.kit.tolerances import F64
+from dsv4attn.testing.oracle import attention as oracle
 from tests.harness import SMALL, SWA
 
 

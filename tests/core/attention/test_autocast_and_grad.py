@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.convert import convert_cache

@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.memory.chunking import ChunkBounds, PrefillChunk, plan_prefill_chunks, round_up
+from dsv4attn.core.memory.chunking import ChunkBounds, PrefillChunk, plan_prefill_chunks
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.factories import layouts, tiny_geometry
-from dsv4attn.testing.oracle_cache import body
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import layouts, tiny_geometry
+from dsv4attn.testing.kit.oracle_cache import body
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.core.attention.strategies import scenarios, searched
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds
 

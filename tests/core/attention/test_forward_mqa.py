@@ -17,8 +17,8 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing.factories import layouts, tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import layouts, tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.harness import FORM_NAMES, KINDS, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 GEOMETRY = tiny_geometry()

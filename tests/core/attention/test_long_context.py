@@ -13,9 +13,9 @@ from dsv4attn.backends.reference import kernels
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.model.geometry import LayerKind, Rope
-from dsv4attn.testing import random_step
-from dsv4attn.testing.factories import layouts, tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit import random_step
+from dsv4attn.testing.kit.factories import layouts, tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)

@@ -17,8 +17,8 @@ from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.index_ops import build_ragged_indices_from_dense
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
-from dsv4attn.testing.factories import layouts, tiny_geometry
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture
+from dsv4attn.testing.kit.factories import layouts, tiny_geometry
+from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
 from tests.core.attention.strategies import searched
 from tests.harness import REFERENCE_FORMS, all_forms, all_kinds, same_bits
 

@@ -23,7 +23,7 @@ from dsv4attn.core.cache.selected_keys import ChunkTokens
 from dsv4attn.core.contract import IndexOps
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, backend_of
 
 right: Any = indices  # the right index steps, which a mutant calls with changed arguments

@@ -13,9 +13,9 @@ from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedK
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.factories import layouts, tiny_geometry
-from dsv4attn.testing.oracle_cache import body
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture
+from dsv4attn.testing.kit.factories import layouts, tiny_geometry
+from dsv4attn.testing.kit.oracle_cache import body
+from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits
 
 LAYOUTS = layouts(tiny_geometry())

@@ -25,7 +25,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture
+from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
 from tests.backends.built_in import EVERYWHERE
 from tests.core.attention.test_checks import CACHES, DRAWS, METADATA, verdict
 from tests.harness import (

@@ -21,7 +21,7 @@ from dsv4attn.core.contract.backend import Backend, Capabilities
 from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, Weight, dense_weight
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.testing.kit.tolerances import F64
 from tests.core.attention.projections import (
     GROUPS,
     HIDDEN,

@@ -25,8 +25,8 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.rope import cos_sin_cache, is_rotation
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
-from dsv4attn.testing.check_attention import reads_raw_q
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture
+from dsv4attn.testing.checks.attention import reads_raw_q
+from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
 
 MIXED = [(100, 1), (7, 1), (17, 20), (2, 9)]
 KINDS = ["swa", "c4a", "c128a"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.factories import layouts, tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import layouts, tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds, assert_same_bits, same_bits
 
 GEOMETRY = tiny_geometry(o_groups=4)

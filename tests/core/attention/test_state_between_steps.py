@@ -19,7 +19,7 @@ from dsv4attn.core.memory import workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture
+from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, assert_same_bits
 
 BATCHES = [

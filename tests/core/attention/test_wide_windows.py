@@ -17,7 +17,7 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, WorkspaceError
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture
+from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
 from tests.backends.built_in import forms
 from tests.core.attention.strategies import other_windows, searched
 from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_kinds

@@ -18,9 +18,9 @@ from dsv4attn import KVCacheLayout, PagedKVCache, check_compatible, convert_cach
 from dsv4attn.core.cache import convert
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
-from dsv4attn.testing import oracle
-from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, place_of
-from dsv4attn.testing.tolerances import read_row
+from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, place_of
+from dsv4attn.testing.kit.tolerances import read_row
+from dsv4attn.testing.oracle import attention as oracle
 from tests.core.attention.strategies import examples
 from tests.harness import storage_of
 

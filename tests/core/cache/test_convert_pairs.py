@@ -17,8 +17,8 @@ from dsv4attn.core.cache.layout import Arrangement, Fp8Format
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
-from dsv4attn.testing.oracle_cache import place_of
-from dsv4attn.testing.tolerances import read_row
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import read_row
 from tests.core.attention.strategies import examples
 
 NOPE, ROPE, DIM = 32, 16, 128

@@ -31,7 +31,7 @@ from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
 from dsv4attn.core.torch_ops.tiles import PLAIN, TILE_BYTES
 from dsv4attn.errors import ArgumentError, OutOfPagesError, WorkspaceError
 from dsv4attn.serving.cache_manager import CacheManager
-from dsv4attn.testing.check_memory import _Meter as Meter
+from dsv4attn.testing.checks.memory import _Meter as Meter
 from tests.harness import FP8, FP32, SMALL
 
 C4A = SMALL.layer_of_kind(LayerKind.CSA)

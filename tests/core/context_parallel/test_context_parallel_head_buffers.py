@@ -20,7 +20,7 @@ from dsv4attn.core.memory.rank_buffers import ALL_HEADS_VIEWS, all_heads, divide
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
-from dsv4attn.testing.check_memory import _Meter as Meter
+from dsv4attn.testing.checks.memory import _Meter as Meter
 from tests.core.context_parallel.test_context_parallel_buffers import C4A, Alone
 from tests.harness import FP8, SMALL
 

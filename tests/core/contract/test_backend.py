@@ -37,8 +37,8 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
-from dsv4attn.testing.factories import tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.harness import KINDS_AND_RATIOS, LIMITS, SMALL, LayerStack, random_weights
 
 REFERENCE: Any = load_backend("reference")

@@ -14,7 +14,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract import IndexOps
 from dsv4attn.core.contract.index_ops import prepared_op
 from dsv4attn.core.torch_ops import index_ops
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.random_step import StepFixture
 
 REQUESTS = [(90, 9), (33, 20), (0, 7)]
 

@@ -18,7 +18,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, OutOfPagesError
 from dsv4attn.selection import load_backend
-from dsv4attn.testing.check_whole_layer import _fill, _padding_batch
+from dsv4attn.testing.checks.whole_layer import _fill, _padding_batch
 from tests.harness import FP8, FP32, SMALL, LayerStack, assert_outputs_close, random_weights
 
 LIMITS = Limits(4, 64, 256)

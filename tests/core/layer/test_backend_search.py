@@ -29,8 +29,9 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.selection import load_backend
 from dsv4attn.serving.cache_manager import CachedSequence
-from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.tolerances import F64, stored
+from dsv4attn.testing.kit.tolerances import F64, stored
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle import layer as oracle_layer
 from tests.backends.built_in import EVERYWHERE, triton_backends
 from tests.core.attention.strategies import search
 from tests.core.layer.test_fork_search import STATE_SIZES, first_needed

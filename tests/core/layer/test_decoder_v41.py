@@ -11,7 +11,7 @@ from dsv4attn.core.layer.decoder_layer import DeepseekV41DecoderLayer
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.weights import HyperConnectionWeights
-from dsv4attn.testing import oracle_layer
+from dsv4attn.testing.oracle import layer as oracle_layer
 from tests.harness_v41 import SMALL_V41, v41_stack
 
 

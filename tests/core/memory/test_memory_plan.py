@@ -26,8 +26,8 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
-from dsv4attn.testing.factories import tiny_geometry
-from dsv4attn.testing.random_step import ForwardArgs, StepFixture
+from dsv4attn.testing.kit.factories import tiny_geometry
+from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
 from tests.harness import (
     FORM_NAMES,
     REFERENCE_FORMS,

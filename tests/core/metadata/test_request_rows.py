@@ -18,7 +18,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWA
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.request_rows import check_request_rows
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.core.metadata.test_metadata import builder
 from tests.harness import BUILDER_OPS, C4A, C128A, I32, SWA, all_builder_ops, batch_of
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
-from dsv4attn.testing import oracle
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.testing.kit.tolerances import F64
+from dsv4attn.testing.oracle import attention as oracle
 
 CPU = torch.device("cpu")
 # as in tests of kernels, which run on the CPU if they are interpreted

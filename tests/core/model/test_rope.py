@@ -10,7 +10,7 @@ import torch
 
 from dsv4attn.core.model.geometry import ModelGeometry, Rope, Yarn
 from dsv4attn.core.model.rope import apply_rope, cos_sin_cache, inverse_frequencies
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 
 MAIN = Rope(64, 10000.0)
 COMPRESS = Rope(64, 160000.0, Yarn(16.0, 65536))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight, check_weight, dense_weight, forget
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.core.model.scaled import (
     DEVICE,
     E8M0,

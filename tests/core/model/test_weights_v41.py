@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.selection import load_backend
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.core.model.scaled import E8M0
 from tests.harness import LayerStack, random_weights
 from tests.harness_v41 import LIMITS_V41, SMALL_V41

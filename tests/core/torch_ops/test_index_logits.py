@@ -14,10 +14,11 @@ from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.indexer import fp8_mqa_logits, fp8_paged_mqa_logits
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import oracle, oracle_layer
-from dsv4attn.testing.check_selection import score_errors
-from dsv4attn.testing.oracle_cache import OracleCache, PagePlacement, Pages
-from dsv4attn.testing.tolerances import Formula, hold_values
+from dsv4attn.testing.checks.selection import score_errors
+from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, Pages
+from dsv4attn.testing.kit.tolerances import Formula, hold_values
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle import layer as oracle_layer
 
 HEADS, DIM, PAGE = 6, 128, 64
 F64 = Any

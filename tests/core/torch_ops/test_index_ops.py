@@ -16,7 +16,7 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.core.attention.strategies import examples, scenarios, searched
 from tests.harness import BUILDER_OPS, all_builder_ops
 

@@ -15,7 +15,7 @@ from dsv4attn.core.contract.problem import CacheFacts
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.request_rows import check_request_rows
 from dsv4attn.errors import UnknownNameError
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.tools.bench.accuracy import Error, error, limit
 from dsv4attn.tools.bench.attention_call import problem_of, request_rows
 from dsv4attn.tools.bench.cases import (

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.tools.cli import main
 from tests.forked_programs import run_forked
 from tests.tools.cli.machine import Machine
@@ -100,7 +100,7 @@ def test_the_certificate_is_written_where_it_is_asked_for(machine: Machine) -> N
 
 
 def test_a_whole_run_writes_its_certificate_unasked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4attn.testing import cases
+    from dsv4attn.testing.cases import table as cases
 
     monkeypatch.setattr(cases, "CASES", [case for case in cases.CASES if case.name == "million"])
     code, lines = machine.run("conform", "reference")
@@ -113,7 +113,7 @@ def test_a_whole_run_writes_its_certificate_unasked(machine: Machine, monkeypatc
 def test_a_certificate_with_ops_of_the_reference_is_not_written_as_a_complete_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsv4attn.testing import cases
+    from dsv4attn.testing.cases import table as cases
 
     heads(machine)
     monkeypatch.setattr(cases, "CASES", [case for case in cases.CASES if case.name == "sink-none-decode"])
@@ -192,7 +192,7 @@ def test_g22_ctrl_c_keeps_what_ran_in_a_certificate_that_is_marked_incomplete(ma
 
 
 def test_an_incomplete_certificate_replaces_no_complete_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4attn.testing import cases
+    from dsv4attn.testing.cases import table as cases
 
     stops(machine)
     few = [case for case in cases.CASES if case.name.startswith("call-plain-") or case.name == "sink-none-decode"]
@@ -353,7 +353,7 @@ def test_bad_input_ends_with_2_before_anything_runs(machine: Machine, args: list
 
 def test_the_kit_runs_without_pytest() -> None:
     code = (
-        "import sys; from dsv4attn.testing import cases, conform, parity; "
+        "import sys; from dsv4attn.testing import conform, parity; "
         "print([m for m in sys.modules if m.split('.')[0] in ('pytest', '_pytest', 'transformers', 'triton')])"
     )
     done = run_forked(["-c", code])

@@ -10,7 +10,7 @@ import pytest
 import dsv4attn
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
 from dsv4attn.tools.cli.new_plugin import NewPlugin, template_folder
 from tests.tools.cli.machine import Machine

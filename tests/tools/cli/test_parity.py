@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from tests.tools.cli.machine import Machine
 from tests.tools.cli.test_conform import heads, stops, wrong
 

@@ -10,8 +10,8 @@ import torch
 
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.testing import oracle
-from dsv4attn.testing.oracle import F64
+from dsv4attn.testing.oracle import attention as oracle
+from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.read_back import IndexKeyReader, KeyReader, rounding_bound, share_of_bound
 
 DIMS = {"nope_dim": 48, "rope_dim": 16, "group_size": 16}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dsv4attn.backends._triton.launching.number_tuples import Float32, Int32, Int64
+from dsv4attn.backends._triton.compiling.number_tuples import Float32, Int32, Int64
 
 __all__ = ["CallNumbers", "RowForm", "SegmentForm", "SegmentNumbers", "Strides", "TileForm"]
 

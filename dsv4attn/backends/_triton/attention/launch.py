@@ -35,8 +35,11 @@ from dsv4attn.backends._triton.attention.keys import (
     WORDS,
 )
 from dsv4attn.backends._triton.cache.records import CODINGS
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
+from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.backends._triton.sizes import next_power_of_2
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from dsv4attn.core.attention.checks import check_attention_strides

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from dsv4attn.backends._triton.launching.launch_cache import WIDE
+from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.launching.recorded import meta_rows
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices, RequestRows

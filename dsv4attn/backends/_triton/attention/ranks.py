@@ -11,8 +11,10 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention.kernels_ranks import merge_parts_kernel, pack_part_kernel
 from dsv4attn.backends._triton.attention.launch import wide_unit
 from dsv4attn.backends._triton.cache.records import row_alignments
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, launch
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.tensorspec import BufferSpec

@@ -27,8 +27,9 @@ from dsv4attn.backends._triton.cache.records import (
 )
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.dense import prepare_combine
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import BLOCK_SIZE, meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import Constants, Launch
+from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndices, PageTable, RaggedIndices

@@ -19,8 +19,9 @@ from dsv4attn.backends._triton.cache.records import (
     record_form,
     row_alignments,
 )
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import Constants, launch
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides

@@ -19,9 +19,11 @@ from dsv4attn.backends._triton.cache.records import (
     row_alignments,
     writer_form,
 )
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.attention.checks import check_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm, TableNumbers, WriterForm
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 

@@ -26,10 +26,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
 from dsv4attn.backends._triton.compiling.gluon_exit import release_at_exit
+from dsv4attn.backends._triton.compiling.number_tuples import bind_arguments
 from dsv4attn.backends._triton.compiling.targets import MAX_THREADS, Target
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.number_tuples import bind_arguments
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 from dsv4attn.core.contract.problem import Reason
 from dsv4attn.errors import ArgumentError

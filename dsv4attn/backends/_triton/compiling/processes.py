@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 
 from dsv4attn.backends._triton.compiling.aot import compile_for_gpu, is_cached, threads
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 
 __all__ = ["LOCK_NAME", "Form", "compile_in_processes", "work"]
 

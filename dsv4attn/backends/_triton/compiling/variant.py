@@ -15,11 +15,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4attn.backends._triton.compiling.kernel_keys import settle_key
-from dsv4attn.backends._triton.launching.launch_cache import WIDE
-from dsv4attn.backends._triton.launching.pdl import launch_options
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["StandIn", "Variant", "options", "type_of"]
+__all__ = ["WIDE", "StandIn", "Variant", "launch_options", "options", "type_of"]
+
+WIDE = 16
+"""Bytes of the widest access. A pointer that is aligned to 16 bytes compiles to wider loads than another pointer."""
 
 _POINTERS = {
     torch.bfloat16: "*bf16",
@@ -150,6 +151,11 @@ def _with_kernel_named(module: str, name: str, *rest: Any) -> Variant:  # noqa: 
 def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True, **extra: object) -> dict[str, Any]:
     """Compiler options of every launch. Fusion is always given: its default differs between releases of Triton."""
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion, **extra}
+
+
+def launch_options(constants: Mapping[str, Any]) -> dict[str, bool]:
+    """Options of Triton for launches of a kernel with these constants."""
+    return {"launch_pdl": True} if constants.get("PDL") else {}
 
 
 def _unspecialised(kernel: Kernel) -> set[str]:

@@ -19,8 +19,9 @@ from dsv4attn.backends._triton.index_ops.kernels_builder import (
     token_maps_kernel,
     window_kernel,
 )
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import PageTable, StepTokens

@@ -19,9 +19,11 @@ from dsv4attn.backends._triton.index_ops.ragged import (
     build_ragged_indices_from_dense,
     compute_global_topk_ragged_indices_and_indptr,
 )
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, architecture
+from dsv4attn.backends._triton.launching.runtime import Launch, architecture
 from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable
 from dsv4attn.core.contract.index_ops import IndexOps, prepared_op
 from dsv4attn.core.tensorspec import check_strides

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_kernel, ragged_translate_kernel, scan_kernel
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import Constants, Launch
+from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.core.contract.index_ops import prepared_op
 from dsv4attn.core.tensorspec import check_strides
 

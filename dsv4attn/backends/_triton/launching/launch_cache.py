@@ -18,10 +18,10 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 
 __all__ = [
-    "WIDE",
     "CachedLaunch",
     "Constants",
     "LaunchKey",
@@ -32,8 +32,6 @@ __all__ = [
     "typed",
 ]
 
-WIDE = 16
-"""Bytes of the widest access. A pointer that is aligned to 16 bytes compiles to wider loads than another pointer."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Types of pointers in cache keys. Launches with other types, such as subclasses of Tensor, use Triton's launcher."""
 _MAX_LAUNCHES = 1024

@@ -5,11 +5,9 @@ Kernels whose constant PDL is true are launched this way, and call the functions
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
-__all__ = ["launch_options", "uses_pdl"]
+__all__ = ["uses_pdl"]
 
 _ARCHITECTURES = frozenset({"sm_90"})
 """Architectures on which PDL was measured. CUDA supports it from sm_90 on."""
@@ -31,8 +29,3 @@ def _driver() -> int:
 
     read = getattr(torch._C, "_cuda_getDriverVersion", None)  # noqa: SLF001 - no public name
     return int(read()) if read is not None and torch.accelerator.is_available() else _OLDEST_DRIVER
-
-
-def launch_options(constants: Mapping[str, Any]) -> dict[str, bool]:
-    """Options of Triton for launches of a kernel with these constants."""
-    return {"launch_pdl": True} if constants.get("PDL") else {}

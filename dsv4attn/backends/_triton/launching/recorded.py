@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.launch_cache import WIDE
+from dsv4attn.backends._triton.compiling.variant import WIDE, Variant
 from dsv4attn.backends._triton.launching.runtime import recording
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache

@@ -20,21 +20,18 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options, type_of
+from dsv4attn.backends._triton.compiling.number_tuples import fix_number_types, number_types
+from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, launch_options, options, type_of
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching import launch_cache
-from dsv4attn.backends._triton.launching.launch_cache import WIDE, CachedLaunch, Constants, typed
-from dsv4attn.backends._triton.launching.number_tuples import fix_number_types, number_types
-from dsv4attn.backends._triton.launching.pdl import launch_options
-from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
+from dsv4attn.backends._triton.launching.launch_cache import CachedLaunch, Constants, typed
+from dsv4attn.backends._triton.support import INTERPRETER_CURE
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
     "FAR_FORMS",
-    "INTERPRETED",
-    "WIDE",
-    "Constants",
     "Launch",
     "architecture",
     "device_context",
@@ -46,11 +43,6 @@ __all__ = [
     "stable_gluon",
     "stable_kernel",
 ]
-
-require_release()
-
-INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter. Read once: Triton decides it when a kernel is defined."""
 
 FAR_FORMS: bool = torch.version.hip is not None
 """Triton for AMD compiles loads from a tensor below 2 GB without branches, with offsets of 32 bits, and decides this

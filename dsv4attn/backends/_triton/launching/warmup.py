@@ -20,6 +20,7 @@ from triton.runtime.driver import driver
 from dsv4attn.backends._triton.compiling.aot import threads
 from dsv4attn.backends._triton.compiling.processes import compile_in_processes
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching import runtime
 from dsv4attn.backends._triton.launching.runtime import device_context, require_driven
 from dsv4attn.backends._triton.untyped import CompiledKernel
@@ -37,7 +38,7 @@ def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a ba
     """
     require_driven(device)
     distinct = list(dict.fromkeys(variants))
-    if runtime.INTERPRETED:
+    if INTERPRETED:
         return len(distinct)
     begin = time.perf_counter()
     forms = [(variant, far) for variant in distinct for far in ((False, True) if runtime.FAR_FORMS else (False,))]

@@ -16,7 +16,7 @@ from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     BF16_ROWS,
     CODE_PAGES,
     FP8_PAGES,

@@ -10,9 +10,9 @@ from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
+from dsv4attn.backends.sm90.attention.kernels_schedule import Keys, Segment, lengths, page_of, powers_of
 from dsv4attn.backends.sm90.interpreted.kernels import read_page
 from dsv4attn.backends.sm90.interpreted.kernels_small_decode import place
-from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, lengths, page_of, powers_of
 
 
 @stable_kernel

@@ -11,8 +11,7 @@ from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
-from dsv4attn.backends.sm90.interpreted.kernels import read_coded_page, read_page
-from dsv4attn.backends.sm90.kernels_schedule import (
+from dsv4attn.backends.sm90.attention.kernels_schedule import (
     FP8_PAGES,
     NIBBLE_PAGES,
     Entries,
@@ -25,6 +24,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     page_of,
     tile_with_keys,
 )
+from dsv4attn.backends.sm90.interpreted.kernels import read_coded_page, read_page
 
 
 @triton.jit

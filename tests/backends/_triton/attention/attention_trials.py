@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.testing.oracle_cache import place_of
-from dsv4attn.testing.tolerances import F64, Expected, read_row, rounded, tolerance, written
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import F64, Expected, read_row, rounded, tolerance, written
 from tests.backends._triton.cache.caches import CPU, DEVICE, memory, poisoned
 from tests.core.cache import v41_packer
 from tests.harness import same_bits, same_memory_on, storage_of

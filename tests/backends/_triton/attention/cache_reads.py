@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.testing.oracle_cache import place_of
+from dsv4attn.testing.kit.oracle_cache import place_of
 from tests.backends._triton.attention.attention_trials import Trial
 
 __all__ = ["bytes_read", "may_read"]

@@ -12,7 +12,8 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionOptions

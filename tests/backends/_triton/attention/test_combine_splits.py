@@ -13,11 +13,12 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.attention.meta_calls import meta_calls, meta_pages
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.recorded import meta_cache
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
+from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.attention.attention_trials import TINY, Answer, Trial
 from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.attention import keys, ptx
 from dsv4attn.backends._triton.attention.keys import CONVERTED, SHIFTED
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
-from dsv4attn.testing import oracle
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.testing.kit.tolerances import F64
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.attention.kernels_decode_codes import ROWS, words_kernel
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.compiling.ptx import instructions, of_bf16, run

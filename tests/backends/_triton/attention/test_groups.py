@@ -15,14 +15,15 @@ from dsv4attn.backends._triton.attention import kernels_groups
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.attention.kernels import attention
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys, RequestRows
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.selection import load_backend
-from dsv4attn.testing.factories import tiny_geometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import tiny_geometry
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.cache.caches import DEVICE
 from tests.harness import same_bits
 from tests.programs import import_text

@@ -13,7 +13,8 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import kernels_ranks, ranks
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel.attention import merge_over_ranks

@@ -15,10 +15,11 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import keys, ptx
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.testing.kit.tolerances import F64
 from tests.backends._triton.attention.attention_trials import BF16_ROWS, OCP, Trial
 from tests.backends._triton.attention.cache_reads import bytes_read, may_read
 from tests.backends._triton.attention.kernels_decode_codes import ROWS, nibbles_kernel

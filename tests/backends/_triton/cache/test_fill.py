@@ -23,8 +23,8 @@ from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndic
 from dsv4attn.core.contract.backend import KeyForm
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.testing.factories import tiny_geometry, v41_layouts
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.factories import tiny_geometry, v41_layouts
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS
 from tests.backends._triton.cache.test_gather import DEAD, Pages
 from tests.backends._triton.engine import launching_nothing

@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.cache import gather
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.cache.layout import CacheMemory, KVCacheLayout, PagedKVCache
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.cache.caches import CPU, DEVICE, FNUZ, LAYOUTS, OCP, draw, each_layout, poisoned, seeded
 from tests.core.cache.v41_packer import unpack_fp4, unpack_fp8, unpack_nvfp4
 from tests.harness import bytes_of

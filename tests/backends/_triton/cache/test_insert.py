@@ -15,9 +15,9 @@ from dsv4attn.backends._triton.cache.forms import WriterForm
 from dsv4attn.backends._triton.cache.records import writer_form
 from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends.reference import kernels as reference
-from dsv4attn.core.cache import index_records
+from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.attention.kernels_quantize import GROUPS, groups_kernel
 from tests.backends._triton.cache.caches import (
     CPU,
@@ -231,7 +231,7 @@ def test_every_bf16_maximum_gets_the_reference_s_scale_and_codes(fp8_format: Fp8
     groups = all_bf16()[:, None] * torch.tensor([1.0, -0.5, 2.0**-9, 0.0])
     groups = groups.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).bfloat16().float()
     codes, scales = quantised(groups, layout)
-    expected, bytes_ = index_records.quantize_keys(groups, layout)
+    expected, bytes_ = key_codecs.quantize_keys(groups, layout)
 
     assert torch.equal(scales, bytes_[:, 0].int())
     assert torch.equal(codes, expected.int())
@@ -249,7 +249,7 @@ def test_every_bf16_value_under_a_fixed_maximum_gets_the_reference_s_code(
     codes, scales = quantised(groups, layout)
 
     assert (scales == 127).all()
-    assert torch.equal(codes, index_records.quantize_keys(groups, layout)[0].int())
+    assert torch.equal(codes, key_codecs.quantize_keys(groups, layout)[0].int())
     assert np.array_equal(codes[:, 0].numpy(), oracle.encode_e4m3(values.double().numpy(), fp8_format is FNUZ))
 
 
@@ -260,7 +260,7 @@ def test_nan_stays_nan_and_the_rest_of_its_group_is_scaled_as_the_reference_does
     layout = dialect_of(fp8_format, fp8_max, 2)
     groups = torch.tensor([[torch.nan, 1.0], [3e38, torch.nan]])
     codes, scales = quantised(groups, layout)
-    expected, _ = index_records.quantize_keys(groups, layout)
+    expected, _ = key_codecs.quantize_keys(groups, layout)
 
     assert scales.tolist() == [254, 254]
     assert torch.equal(codes & 0x7F, expected.int() & 0x7F)

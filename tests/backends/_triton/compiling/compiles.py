@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -130,12 +131,10 @@ def logged() -> Iterator[list[str]]:
 
 def _launch(*, unaligned: bool = False, far: bool = False) -> None:
     """What `launch` does on a device; tensors of the CPU stand for others, and any is far if a byte is too much."""
-    limit, runtime._FAR = runtime._FAR, 1 if far else runtime._FAR
-    runtime.INTERPRETED = True  # so that it takes the CPU's tensors; no kernel is
-    try:
+    limit = 1 if far else runtime._FAR
+    # so that it takes the CPU's tensors; no kernel is interpreted
+    with patch.object(runtime, "INTERPRETED", new=True), patch.object(runtime, "_FAR", limit):
         launch(rows, (1,), cpu_args(unaligned=unaligned), dict(rows_of().constants))
-    finally:
-        runtime.INTERPRETED, runtime._FAR = False, limit
 
 
 def errors() -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dsv4attn.testing import oracle
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.testing.kit.tolerances import F64
+from dsv4attn.testing.oracle import attention as oracle
 
 __all__ = ["instructions", "of_bf16", "run"]
 

@@ -13,8 +13,9 @@ import triton.language as tl
 from dsv4attn.backends._triton.compiling.aot import Resources, compile_all, cross_compile, distinctions
 from dsv4attn.backends._triton.compiling.targets import TARGETS, Target
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching import warmup
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed, stable_kernel
+from dsv4attn.backends._triton.launching.runtime import launch, observed, stable_kernel
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from tests.backends._triton.launching.fake_drivers import attend_of, cpu_args, rows_of

@@ -20,8 +20,8 @@ from attrs import evolve, field, fields, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable, StepTokens
 from dsv4attn.core.torch_ops import index_ops as definition
 from tests.programs import import_text

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.index_ops import builder as kernels
 from dsv4attn.backends._triton.index_ops import dense as index_kernels
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
@@ -25,7 +26,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.index_ops.index_trials import (
     BOOL,
     DEVICE,

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense as kernels
 from dsv4attn.backends._triton.index_ops import kernels_dense, kernels_ragged, ragged
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable
 from dsv4attn.core.torch_ops import index_ops as indices
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.index_ops.index_trials import (
     BLOCKS,

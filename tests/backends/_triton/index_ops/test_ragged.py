@@ -11,8 +11,8 @@ import torch
 
 from dsv4attn.backends._triton.index_ops import kernels_ragged, ragged
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.torch_ops import index_ops as definition
 from tests.backends._triton.index_ops.index_trials import DEVICE, INT, Trial, planted, small_rounds, to_device
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged

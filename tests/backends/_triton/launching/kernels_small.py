@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.launching.number_tuples import Float32, Int32, Int64
+from dsv4attn.backends._triton.compiling.number_tuples import Float32, Int32, Int64
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 __all__ = ["RowNumbers", "attend", "broken", "careless", "rows", "rows_in_tuples", "valued"]

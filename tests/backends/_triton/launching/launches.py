@@ -25,7 +25,8 @@ from dsv4attn.backends._triton.compiling.aot import cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import options as options_of
 from dsv4attn.backends._triton.launching import launch_cache, runtime
-from dsv4attn.backends._triton.launching.runtime import Constants, Launch, launch, observed
+from dsv4attn.backends._triton.launching.launch_cache import Constants
+from dsv4attn.backends._triton.launching.runtime import Launch, launch, observed
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.launching.fake_drivers import FakeDriver, cpu_args, rows_of
 from tests.backends._triton.launching.kernels_gluon import single

@@ -15,7 +15,7 @@ import torch
 
 import dsv4attn
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.contract.limits import Limits

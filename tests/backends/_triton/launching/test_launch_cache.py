@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching import launch_cache
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from tests.backends._triton.launching.fake_drivers import cpu_args, rows_of
 from tests.backends._triton.launching.kernels_small import rows
 from tests.programs import told_by

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4attn.backends._triton.compiling.variant import launch_options
 from dsv4attn.backends._triton.launching import pdl
-from dsv4attn.backends._triton.launching.pdl import launch_options, uses_pdl
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from tests.programs import told_by
 
 

@@ -9,8 +9,9 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.cache import gather
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, multiprocessors, observed, recording
+from dsv4attn.backends._triton.launching.runtime import architecture, multiprocessors, observed, recording
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_records, record_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.triton.launch import GenericBackend
@@ -27,8 +28,8 @@ from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import factories
-from dsv4attn.testing.factories import tiny_geometry
+from dsv4attn.testing.kit import factories
+from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends.built_in import forms
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import architecture
 from dsv4attn.backends._triton.layer.projections import output
 from dsv4attn.core.cache.layout import Fp8Format
-from dsv4attn.testing import oracle
-from dsv4attn.testing.tolerances import F64
+from dsv4attn.testing.kit.tolerances import F64
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.cache.caches import DEVICE, seeded, strided
 from tests.core.model.scaled import FNUZ, OCP, Scaled
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import table_numbers
-from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.launching.launch_cache import Constants
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.indexer.launch import (
     Tile,
     facts_of,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import architecture, observed
 from dsv4attn.backends._triton.layer.projections import few_rows, products
 from dsv4attn.backends._triton.layer.projections.few_rows import Heads, is_served, multiply
 from dsv4attn.backends._triton.layer.projections.products import Tile

@@ -16,16 +16,17 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends._triton.layer.hyper_connections import launch as hc
 from dsv4attn.backends._triton.layer.hyper_connections import tuning as hc_tuning
 from dsv4attn.backends._triton.layer.hyper_connections.tuning import Block, Tile, Tuning
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.torch_ops.arguments import MixWeights
-from dsv4attn.testing import oracle_layer
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
+from dsv4attn.testing.oracle import layer as oracle_layer
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.layer.kernels_factors import factors_kernel, parts_kernel

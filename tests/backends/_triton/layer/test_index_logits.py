@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed, recording
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import architecture, observed, recording
 from dsv4attn.backends._triton.layer.indexer import kernels
 from dsv4attn.backends._triton.layer.indexer import launch as index_logits
 from dsv4attn.backends._triton.layer.selection import launch as select
-from dsv4attn.backends.sm90 import group_select
 from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.selection import group_select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.index_records import read_index_keys, slots_of, store_index_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache

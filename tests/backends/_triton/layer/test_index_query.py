@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer.indexer import query as index_query
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.torch_ops import indexer

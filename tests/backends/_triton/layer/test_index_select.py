@@ -24,7 +24,7 @@ from dsv4attn.backends._triton.layer.indexer import launch as index_logits
 from dsv4attn.backends._triton.layer.indexer.query import indexer_q_rope_quant
 from dsv4attn.backends._triton.layer.selection import kernels_lists
 from dsv4attn.backends._triton.layer.selection import launch as select
-from dsv4attn.backends.sm90 import index_select as hopper
+from dsv4attn.backends.sm90.selection import index_select as hopper
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap

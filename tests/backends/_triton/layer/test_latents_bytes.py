@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dsv4attn.backends._triton.layer.compressor import latents
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import EntryNorm
-from dsv4attn.testing.oracle_cache import place_of
+from dsv4attn.testing.kit.oracle_cache import place_of
 from tests.backends._triton.cache.caches import DEVICE, seeded
 from tests.core.cache.v41_packer import FP8_GROUP, bf16, pack_fp4, pack_fp8, page_of, unpack_fp8
 from tests.layer_ops import TorchOps

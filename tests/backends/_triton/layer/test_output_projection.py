@@ -15,7 +15,7 @@ from dsv4attn.backends._triton.layer.projections import output
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, strided
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.layer.fp8_projections import Call

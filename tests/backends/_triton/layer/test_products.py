@@ -14,7 +14,8 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import architecture, observed
 from dsv4attn.backends._triton.layer.projections import output, products
 from dsv4attn.backends._triton.layer.projections.products import (
     TILES,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer.selection import kernels_ranks, ranks
 from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends.triton.launch import GenericBackend

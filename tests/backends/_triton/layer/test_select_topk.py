@@ -21,12 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import ops as layer_ops
 from dsv4attn.backends._triton.layer.selection import kernels as kernels_select
 from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends._triton.layer.selection import scratch
-from dsv4attn.testing import oracle_layer
+from dsv4attn.testing.oracle import layer as oracle_layer
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import planted
 

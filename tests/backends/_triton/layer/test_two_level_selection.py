@@ -23,7 +23,7 @@ from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
-from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, conform
 from tests.backends._triton.cache.caches import DEVICE, seeded
 from tests.backends._triton.layer.test_select_topk import KINDS, selected_by_oracle

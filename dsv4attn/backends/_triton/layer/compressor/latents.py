@@ -19,8 +19,11 @@ from dsv4attn.backends._triton.cache.records import (
     row_alignments,
     table_numbers,
 )
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, launch
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.layer.compressor.kernels_latents import latent_kernel, ring_kernel, store_kernel
 from dsv4attn.backends._triton.layer.compressor.launch import entry_form, state_numbers
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache

@@ -21,8 +21,10 @@ from dsv4attn.backends._triton.cache.records import (
     table_numbers,
     writer_form,
 )
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.layer.compressor.forms import EntryForm, PoolForm
 from dsv4attn.backends._triton.layer.compressor.kernels import compress_kernel, pool_kernel, save_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2

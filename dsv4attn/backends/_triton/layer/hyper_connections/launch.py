@@ -17,8 +17,9 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens, row_alignments
+from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.hyper_connections.kernels import mix_kernel, post_kernel, products_kernel
 from dsv4attn.backends._triton.layer.hyper_connections.tuning import (
     FEW,

@@ -12,8 +12,10 @@ from functools import cache
 import torch
 from attrs import evolve, frozen
 
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants
 from dsv4attn.backends._triton.sizes import next_power_of_2
 
 LEAST = 16

@@ -20,15 +20,11 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, table_numbers
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import (
-    INTERPRETED,
-    WIDE,
-    Constants,
-    architecture,
-    launch,
-    multiprocessors,
-)
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides, ScoreForm
 from dsv4attn.backends._triton.layer.indexer.kernels import (
     CODES,

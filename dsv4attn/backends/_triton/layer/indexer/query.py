@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_form
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.layer.indexer.kernels_query import index_query_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS

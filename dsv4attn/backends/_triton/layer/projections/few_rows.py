@@ -14,8 +14,10 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.layer.projections.kernels_few_rows import few_rows_kernel
 from dsv4attn.backends._triton.layer.projections.products import UNIT, Tile, tile_constants
 from dsv4attn.backends._triton.sizes import cdiv

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.layer.projections.kernels_norms import norm_kernel
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides, check_tensor
 from dsv4attn.core.torch_modes import without_modes

@@ -17,16 +17,12 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, float_bits, row_alignments
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import (
-    INTERPRETED,
-    WIDE,
-    Constants,
-    architecture,
-    launch,
-    multiprocessors,
-)
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.projections.kernels_output import project_codes_kernel, quantize_output_kernel
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS, ONE_ORDER

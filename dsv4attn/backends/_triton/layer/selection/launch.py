@@ -14,8 +14,10 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import WIDE, Constants, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.selection.kernels import choose_kernel, list_kernel
 from dsv4attn.backends._triton.layer.selection.scratch import rows_at_once
 from dsv4attn.core.argument_checks import round_up

@@ -10,8 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import Constants, launch
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.backends._triton.layer.selection.kernels_ranks import keep_kernel, own_kernel, place_kernel
 from dsv4attn.backends._triton.layer.selection.launch import select
 from dsv4attn.backends._triton.sizes import next_power_of_2

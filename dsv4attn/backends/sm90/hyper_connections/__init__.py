@@ -1,0 +1,1 @@
+"""Hyper-connections of many tokens."""

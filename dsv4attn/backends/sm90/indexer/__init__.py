@@ -1,0 +1,1 @@
+"""Scores of index keys, as a matrix."""

@@ -1,0 +1,1 @@
+"""The output projection in fp8."""

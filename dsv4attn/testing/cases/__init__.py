@@ -1,0 +1,1 @@
+"""Conformance cases. `table` has all of them."""

@@ -1,0 +1,1 @@
+"""Checks of what a backend computed, against the oracle."""

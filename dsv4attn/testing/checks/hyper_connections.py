@@ -1,0 +1,472 @@
+"""Hyper-connections: streams to mix, and checks of the mixes, the new streams and the input of a sublayer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cached_property, partial
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.arguments import MixWeights
+from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name, worst_of
+from dsv4attn.testing.kit.factories import CaseInput
+from dsv4attn.testing.kit.strided import StridedTensors
+from dsv4attn.testing.kit.tolerances import F64, UNIT, Formula, hold_values, rounded, summed
+from dsv4attn.testing.oracle import layer as oracle_layer
+
+__all__ = [
+    "ResidualStreams", "check_collapse", "check_first_delayed", "check_fused", "check_fused_delayed", "check_head",
+    "check_no_tokens", "check_no_tokens_delayed", "check_post", "check_pre", "check_pre_delayed",
+]  # fmt: skip
+
+X, Y, FN, BASE, SCALE, NORM, POST, COMB, HEAD, PREVIOUS = range(90, 100)
+"""Streams of random numbers."""
+DISTINCT = 61
+"""Rows that differ. Later rows repeat these, so that thousands of rows are judged at the cost of these."""
+NEAR = 2.0**-20
+"""Step of the differences from which the slopes of Sinkhorn's iterations are taken."""
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class ResidualStreams(CaseInput):
+    """Residual streams of some tokens, and the parameters of their mixes.
+
+    layout: layout of the window cache of the attention between the streams.
+    streams: n.
+    hidden: d.
+    count: tokens.
+    dtype: type of the streams.
+    size: scale of the streams. With a small scale rms_eps matters.
+    rms_eps, pre_eps, sinkhorn_eps, post_mult, repeat, norm_eps: see `MixWeights`.
+    normed: whether the input of the sublayer goes through an RMSNorm.
+    """
+
+    kind: LayerKind = attrs.field(default=LayerKind.SWA, converter=LayerKind)
+    streams: int = 4
+    hidden: int = 96
+    count: int = 13
+    dtype: torch.dtype = torch.bfloat16
+    size: float = 1.0
+    rms_eps: float = 1e-6
+    pre_eps: float = 1e-6
+    sinkhorn_eps: float = 1e-6
+    post_mult: float = 2.0
+    repeat: int = 20
+    normed: bool = False
+    norm_eps: float = 1e-6
+
+    def problems(self, *, lse: bool = True) -> list[Problem]:
+        """Decode on a layer whose queries have the type of the streams."""
+        layer = self.geometry.layer_of_kind(LayerKind.SWA)
+        return [Problem("decode", layer, CacheFacts.of(self.layout, 64), q_dtype=dtype_name(self.dtype), lse=lse)]
+
+    # values
+
+    def _rows(self, drawn: F64) -> F64:
+        """Rows of all tokens, of the distinct ones."""
+        return drawn[np.arange(self.count) % DISTINCT]
+
+    @property
+    def distinct(self) -> range:
+        """Tokens whose rows differ."""
+        return range(min(self.count, DISTINCT))
+
+    @cached_property
+    def residual(self) -> F64:
+        """[T, n, d] streams; they differ in size."""
+        sizes = 2.0 ** (np.arange(self.streams) % 4 - 1)
+        drawn = self.drawn(X, DISTINCT, self.streams, self.hidden) * sizes[:, None] + 0.1
+        return self._rows(rounded(self.size * drawn, self.dtype))
+
+    @cached_property
+    def x(self) -> F64:
+        """[T, d] outputs of a sublayer."""
+        return self._rows(rounded(self.size * self.drawn(Y, DISTINCT, self.hidden), self.dtype))
+
+    @cached_property
+    def fn(self) -> F64:
+        """[2 n + n * n, n * d] of the mixes: of order 1, since the streams are divided by their size."""
+        rows, columns = 2 * self.streams + self.streams**2, self.streams * self.hidden
+        return rounded(self.drawn(FN, rows, columns) / math.sqrt(columns), torch.float32)
+
+    @cached_property
+    def scale(self) -> F64:
+        """[3] factors of pre, post, comb, unlike each other."""
+        return rounded(np.array([0.7, 1.3, 2.1]), torch.float32)
+
+    @cached_property
+    def base(self) -> F64:
+        """[2 n + n * n] added to the mixes."""
+        return rounded(self.drawn(BASE, 1, 2 * self.streams + self.streams**2)[0], torch.float32)
+
+    @cached_property
+    def norm_weight(self) -> F64 | None:
+        """[d] weight of the RMSNorm, or None."""
+        return self.drawn_norm_weight(NORM, self.hidden, self.dtype) if self.normed else None
+
+    @cached_property
+    def post(self) -> F64:
+        """[T, n] weights of a sublayer's output."""
+        return rounded(self._rows(2 * oracle_layer.sigmoid(self.drawn(POST, DISTINCT, self.streams))), torch.float32)
+
+    @cached_property
+    def comb(self) -> F64:
+        """[T, n, n] mixes of the streams, far from symmetric."""
+        logits = 2 * self.drawn(COMB, DISTINCT, self.streams, self.streams)
+        return rounded(self._rows(oracle_layer.sinkhorn(logits, 1e-6, 20)), torch.float32)
+
+    @cached_property
+    def previous_pre(self) -> F64:
+        """[T, n] pre of the previous sublayer, unlike the pre of any streams of this input."""
+        drawn = oracle_layer.sigmoid(self.drawn(PREVIOUS, DISTINCT, self.streams))
+        return rounded(self._rows(drawn) + self.pre_eps, torch.float32)
+
+    @cached_property
+    def head(self) -> tuple[F64, F64, F64]:
+        """[n, n * d] fn, [1] scale and [n] base of the gate of the head."""
+        fn, scale, base = self.fn[: self.streams], np.array([1.7]), self.drawn(HEAD, 1, self.streams)[0]
+        return fn, rounded(scale, torch.float32), rounded(base, torch.float32)
+
+    def floats(self, values: F64, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Values on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
+
+    # formulas
+
+    def mixes(self, streams: F64, fn: F64) -> Formula:
+        """`oracle.layer.hc_mixes` of the streams [n, d] of a token.
+
+        The partial sums of a row of fn times the streams are at most the product of both 2-norms.
+        """
+        value, flat = oracle_layer.hc_mixes(streams, fn, self.rms_eps), streams.reshape(-1)
+        root = math.sqrt(float(np.mean(flat**2)) + self.rms_eps)
+        products = np.linalg.norm(fn, axis=1) * float(np.linalg.norm(flat)) / root
+        terms = summed(len(flat))
+        return Formula(value, (terms + UNIT) * products + (terms / 2 + 5 * UNIT) * np.abs(value))
+
+    def logits(self, streams: F64) -> list[Formula]:
+        """Logits of pre [n], post [n] and comb [n * n]."""
+        parts = [self.streams, self.streams, self.streams**2]
+        mixes = self.mixes(streams, self.fn)
+        zero = np.zeros_like(self.base)
+        values = oracle_layer.hc_logits(mixes.value, self.scale, self.base, parts)
+        scaled = oracle_layer.hc_logits(np.abs(mixes.value), self.scale, zero, parts)
+        errors = oracle_layer.hc_logits(mixes.error, self.scale, zero, parts)
+        return [Formula(v, e + UNIT * (s + np.abs(v))) for v, e, s in zip(values, errors, scaled, strict=True)]
+
+    def combined(self, logits: Formula) -> Formula:
+        """Mixes [n, n] of the streams, from their logits [n * n].
+
+        An error of a logit moves a mix by its slope. Roundings of the iterations add up, not more: dividing rows or
+        columns by their sums takes two positive matrices no further apart in Hilbert's projective metric. An
+        entry is off by at most twice this distance.
+        """
+        n = self.streams
+
+        def iterated(values: F64) -> F64:
+            return oracle_layer.sinkhorn(values.reshape(*values.shape[:-1], n, n), self.sinkhorn_eps, self.repeat)
+
+        value = iterated(logits.value)
+        slopes = (iterated(logits.value + NEAR * np.eye(n * n)) - value) / NEAR
+        error = np.tensordot(logits.error, np.abs(slopes), 1)
+        spread = np.ptp(logits.value.reshape(n, n), axis=1).max()
+        lost = (2 * spread + 6) * UNIT + summed(n) + 2 * self.repeat * (summed(n) + 2 * UNIT)
+        return Formula(value, error + 2 * lost * value)
+
+    def weighed(self, weights: Formula, streams: F64) -> Formula:
+        """The sum [d] of streams [n, d], each times its weight [n]."""
+        sizes = weights.value @ np.abs(streams)
+        return Formula(weights.value @ streams, weights.error @ np.abs(streams) + (summed(len(streams)) + UNIT) * sizes)
+
+    def gate(self, logits: Formula, eps: float, factor: float = 1.0) -> Formula:
+        """`factor` times the sigmoid of logits [n], plus eps."""
+        value = factor * oracle_layer.sigmoid(logits.value)
+        return Formula(value + eps, factor * logits.error / 4 + 6 * UNIT * (value + eps))
+
+    # arguments
+
+    @property
+    def weights(self) -> MixWeights:
+        """The weights and constants of the mixes, as the ops take them."""
+        return MixWeights(
+            fn=self.floats(self.fn),
+            hc_scale=self.floats(self.scale),
+            hc_base=self.floats(self.base),
+            rms_eps=self.rms_eps,
+            hc_pre_eps=self.pre_eps,
+            hc_sinkhorn_eps=self.sinkhorn_eps,
+            hc_post_mult_value=self.post_mult,
+            sinkhorn_repeat=self.repeat,
+            norm_weight=None if self.norm_weight is None else self.floats(self.norm_weight, self.dtype),
+            norm_eps=self.norm_eps,
+        )
+
+
+class ReadOnlyTensors:
+    """Tensors that an op reads, made when they are asked for. `check` raises Wrong if the op wrote to one of them.
+
+    Rows of x and residual have gaps between them if the case input asks for that; `check` looks at the gaps too.
+    """
+
+    def __init__(self, inputs: ResidualStreams) -> None:
+        """Start without tensors."""
+        self._inputs, self._strided = inputs, StridedTensors(inputs.strided)
+        self._copies: list[tuple[str, Tensor, Tensor]] = []
+
+    @cached_property
+    def x(self) -> Tensor:
+        """[T, d] output of a sublayer."""
+        return self._kept("x", self._strided("x", self._inputs.floats(self._inputs.x, self._inputs.dtype)))
+
+    @cached_property
+    def residual(self) -> Tensor:
+        """[T, n, d] streams."""
+        values = self._inputs.floats(self._inputs.residual, self._inputs.dtype)
+        return self._kept("residual", self._strided("residual", values))
+
+    @cached_property
+    def post(self) -> Tensor:
+        """[T, n, 1] fp32."""
+        return self._kept("post", self._inputs.floats(self._inputs.post[..., None]))
+
+    @cached_property
+    def comb(self) -> Tensor:
+        """[T, n, n] fp32."""
+        return self._kept("comb", self._inputs.floats(self._inputs.comb))
+
+    @cached_property
+    def previous_pre(self) -> Tensor:
+        """[T, n] fp32 pre of the previous sublayer."""
+        return self._kept("previous_pre", self._inputs.floats(self._inputs.previous_pre))
+
+    def _kept(self, name: str, tensor: Tensor) -> Tensor:
+        self._copies.append((name, tensor, tensor.clone()))
+        return tensor
+
+    def check(self) -> None:
+        """Raise Wrong if a tensor, or a gap between rows, has changed."""
+        self._strided.check()
+        for name, tensor, copy in self._copies:
+            if not torch.equal(tensor, copy):
+                raise Wrong(f"{name} was changed, but the op may only read it")
+
+
+def values_of(
+    result: Tensor, inputs: ResidualStreams, name: str, *shape: int, dtype: torch.dtype = torch.float32
+) -> F64:
+    """The values of a result [T, *shape] of this type. Raises Wrong for another shape or type."""
+    if tuple(result.shape) != (inputs.count, *shape) or result.dtype != dtype:
+        raise Wrong(f"{name}: {list(result.shape)} {result.dtype}, expected {[inputs.count, *shape]} {dtype}")
+    return result.double().cpu().numpy().astype(np.float64)
+
+
+def judge_rows(
+    values: F64, inputs: ResidualStreams, name: str, expected: list[Formula], dtype: torch.dtype = torch.float32
+) -> Measure:
+    """Compare the row of every token with the expected row of its distinct token, in a dtype. Raises Wrong."""
+    worst = Measure(0.0, 1.0)
+    for token in range(inputs.count):
+        where = partial(_place, f"{name} of token {token}")
+        worst = worst_of(worst, hold_values(values[token], expected[token % DISTINCT], dtype, where))
+    return worst
+
+
+def _place(name: str, position: tuple[int, ...]) -> str:
+    return f"{name}, {list(position)}"
+
+
+def judge_mixes(inputs: ResidualStreams, residual: F64, post: Tensor, comb: Tensor, pre: Tensor | None) -> Measure:
+    """Compare post, comb and, of V4.1, pre with the mixes of the streams [T, n, d]."""
+    n = inputs.streams
+    post_values = values_of(post, inputs, "post", n, 1)[..., 0]
+    comb_values = values_of(comb, inputs, "comb", n, n)
+    expected_pre, expected_post, expected_comb = [], [], []
+    for token in inputs.distinct:
+        pre_logits, post_logits, comb_logits = inputs.logits(residual[token])
+        expected_pre.append(inputs.gate(pre_logits, inputs.pre_eps))
+        expected_post.append(inputs.gate(post_logits, 0.0, inputs.post_mult))
+        expected_comb.append(inputs.combined(comb_logits))
+    worst = worst_of(
+        judge_rows(post_values, inputs, "post", expected_post), judge_rows(comb_values, inputs, "comb", expected_comb)
+    )
+    if pre is None:
+        return worst
+    return worst_of(worst, judge_rows(values_of(pre, inputs, "pre", n), inputs, "pre", expected_pre))
+
+
+def judge_layer_input(inputs: ResidualStreams, layer_input: Tensor, collapsed: Iterable[Formula]) -> Measure:
+    """Compare the input of a sublayer [T, d] with the collapsed streams of each distinct token, after the norm."""
+    values = values_of(layer_input, inputs, "layer_input", inputs.hidden, dtype=inputs.dtype)
+    expected = list(collapsed)
+    if inputs.normed:
+        expected = [streams.normed(inputs.norm_weight, inputs.norm_eps) for streams in expected]
+    return judge_rows(values, inputs, "layer_input", expected, inputs.dtype)
+
+
+def by_own_pre(inputs: ResidualStreams, residual: F64) -> Iterator[Formula]:
+    """V4: of each distinct token the sum of the streams [T, n, d], weighed by the pre of the streams."""
+    for token in inputs.distinct:
+        pre_logits, _, _ = inputs.logits(residual[token])
+        yield inputs.weighed(inputs.gate(pre_logits, inputs.pre_eps), residual[token])
+
+
+def by_previous_pre(inputs: ResidualStreams, residual: F64, previous_pre: F64 | None) -> Iterator[Formula]:
+    """V4.1: of each distinct token the sum of the streams [T, n, d], weighed by previous_pre; stream 0 without it."""
+    for token in inputs.distinct:
+        streams = residual[token]
+        pre = None if previous_pre is None else previous_pre[token]
+        value = oracle_layer.collapse(streams, pre)
+        if pre is None:
+            yield Formula.exact(value)
+        else:
+            sizes = oracle_layer.collapse(np.abs(streams), np.abs(pre))
+            yield Formula(value, (summed(len(streams)) + UNIT) * sizes)
+
+
+def judge_residual(inputs: ResidualStreams, new_residual: Tensor) -> Measure:
+    """Compare new streams with those of `oracle.layer.hc_post`. Raises Wrong."""
+    values = values_of(new_residual, inputs, "residual", inputs.streams, inputs.hidden, dtype=inputs.dtype)
+    expected = []
+    for token in inputs.distinct:
+        x, residual, post, comb = inputs.x[token], inputs.residual[token], inputs.post[token], inputs.comb[token]
+        sizes = oracle_layer.hc_post(np.abs(x), np.abs(residual), post, comb)
+        error = (summed(inputs.streams + 1) + UNIT) * sizes
+        expected.append(Formula(oracle_layer.hc_post(x, residual, post, comb), error))
+    return judge_rows(values, inputs, "residual", expected, inputs.dtype)
+
+
+def rounded_values(new_residual: Tensor) -> F64:
+    """The values of new streams as the op rounded them: what the mixes of a fused op are made of."""
+    return new_residual.double().cpu().numpy().astype(np.float64)
+
+
+# ops of V4
+
+
+def check_pre(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_pre`: the mixes of the streams, and the input of the sublayer."""
+    tensors = ReadOnlyTensors(inputs)
+    post, comb, layer_input = bench.layer_ops.mhc_pre(tensors.residual, inputs.weights)
+    tensors.check()
+    return worst_of(
+        judge_mixes(inputs, inputs.residual, post, comb, None),
+        judge_layer_input(inputs, layer_input, by_own_pre(inputs, inputs.residual)),
+    )
+
+
+def check_post(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_post`: the new streams."""
+    tensors = ReadOnlyTensors(inputs)
+    new_residual = bench.layer_ops.mhc_post(tensors.x, tensors.residual, tensors.post, tensors.comb)
+    tensors.check()
+    return judge_residual(inputs, new_residual)
+
+
+def check_fused(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_fused_post_pre`: the new streams, and the mixes of these streams, rounded as they are returned."""
+    tensors = ReadOnlyTensors(inputs)
+    new_residual, post, comb, layer_input = bench.layer_ops.mhc_fused_post_pre(
+        tensors.x, tensors.residual, tensors.post, tensors.comb, inputs.weights
+    )
+    tensors.check()
+    measure, streams = judge_residual(inputs, new_residual), rounded_values(new_residual)
+    return worst_of(
+        measure,
+        judge_mixes(inputs, streams, post, comb, None),
+        judge_layer_input(inputs, layer_input, by_own_pre(inputs, streams)),
+    )
+
+
+def check_head(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`hc_head`: the output after the last layer."""
+    fn, scale, base = inputs.head
+    tensors = ReadOnlyTensors(inputs)
+    output = bench.layer_ops.hc_head(
+        tensors.residual,
+        inputs.floats(fn),
+        inputs.floats(scale),
+        inputs.floats(base),
+        inputs.rms_eps,
+        inputs.pre_eps,
+    )
+    tensors.check()
+    name, expected = "the head's output", []
+    for token in inputs.distinct:
+        mixes = inputs.mixes(inputs.residual[token], fn)
+        logits = mixes.value * scale + base
+        error = mixes.error * scale + UNIT * (np.abs(mixes.value * scale) + np.abs(logits))
+        expected.append(inputs.weighed(inputs.gate(Formula(logits, error), inputs.pre_eps), inputs.residual[token]))
+    return judge_rows(
+        values_of(output, inputs, name, inputs.hidden, dtype=inputs.dtype), inputs, name, expected, inputs.dtype
+    )
+
+
+# ops of V4.1
+
+
+def check_pre_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_pre_delayed`: the mixes of the streams, and the input of the sublayer by the pre of the previous one."""
+    tensors = ReadOnlyTensors(inputs)
+    pre, post, comb, layer_input = bench.layer_ops.mhc_pre_delayed(
+        tensors.residual, tensors.previous_pre, inputs.weights
+    )
+    tensors.check()
+    return worst_of(
+        judge_mixes(inputs, inputs.residual, post, comb, pre),
+        judge_layer_input(inputs, layer_input, by_previous_pre(inputs, inputs.residual, inputs.previous_pre)),
+    )
+
+
+def check_first_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_pre_delayed` without the pre of a previous sublayer: the input of the sublayer is stream 0."""
+    tensors = ReadOnlyTensors(inputs)
+    pre, post, comb, layer_input = bench.layer_ops.mhc_pre_delayed(tensors.residual, None, inputs.weights)
+    tensors.check()
+    return worst_of(
+        judge_mixes(inputs, inputs.residual, post, comb, pre),
+        judge_layer_input(inputs, layer_input, by_previous_pre(inputs, inputs.residual, None)),
+    )
+
+
+def check_fused_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_fused_post_pre_delayed`: the new streams, and the mixes and the input of the sublayer of these streams."""
+    tensors = ReadOnlyTensors(inputs)
+    new_residual, pre, post, comb, layer_input = bench.layer_ops.mhc_fused_post_pre_delayed(
+        tensors.x, tensors.residual, tensors.post, tensors.comb, tensors.previous_pre, inputs.weights
+    )
+    tensors.check()
+    measure, streams = judge_residual(inputs, new_residual), rounded_values(new_residual)
+    return worst_of(
+        measure,
+        judge_mixes(inputs, streams, post, comb, pre),
+        judge_layer_input(inputs, layer_input, by_previous_pre(inputs, streams, inputs.previous_pre)),
+    )
+
+
+def check_collapse(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """`mhc_collapse`: the output after the last layer."""
+    tensors = ReadOnlyTensors(inputs)
+    output = bench.layer_ops.mhc_collapse(tensors.residual, tensors.previous_pre)
+    tensors.check()
+    values = values_of(output, inputs, "the output", inputs.hidden, dtype=inputs.dtype)
+    expected = list(by_previous_pre(inputs, inputs.residual, inputs.previous_pre))
+    return judge_rows(values, inputs, "the output", expected, inputs.dtype)
+
+
+def check_no_tokens(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """No tokens: every op of V4 returns empty tensors of its shapes."""
+    empty = attrs.evolve(inputs, count=0)
+    return worst_of(*[check(bench, empty) for check in (check_pre, check_post, check_fused, check_head)])
+
+
+def check_no_tokens_delayed(bench: Bench, inputs: ResidualStreams) -> Measure:
+    """No tokens: every op of V4.1 returns empty tensors of its shapes."""
+    empty = attrs.evolve(inputs, count=0)
+    checks = check_first_delayed, check_pre_delayed, check_fused_delayed, check_collapse
+    return worst_of(*[check(bench, empty) for check in checks])
