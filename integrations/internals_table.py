@@ -15,7 +15,7 @@ WHEELS = ("dsv4attn_vllm", "dsv4attn_sglang")
 
 
 def table(wheel: str) -> str:
-    """The table of a wheel in Markdown: a row for each part and module or class of the engine, with its names by use."""
+    """The table of a wheel in Markdown: a row for each part and module or class, with its names by use."""
     engine_internals = import_module("dsv4attn.integrations.engine_internals")
     names_by_use: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in engine_internals.listed(import_module(f"{wheel}.internals").TABLE):
