@@ -15,13 +15,16 @@ WHEELS = ("dsv4attn_vllm", "dsv4attn_sglang")
 
 
 def table(wheel: str) -> str:
-    """The table of a wheel in Markdown: a row for each module or class of the engine and use, with its names."""
+    """The table of a wheel in Markdown: a row for each part and module or class, with its names by use."""
     engine_internals = import_module("dsv4attn.integrations.engine_internals")
-    rows = engine_internals.listed(import_module(f"{wheel}.internals").TABLE)
-    lines = ["| part | module or class | use | names |", "|---|---|---|---|"]
-    for row in rows:
-        names = " ".join(f"`{name}`" for name in row["names"])
-        lines.append(f"| {row['part']} | `{row['owner']}` | {row['use']} | {names} |")
+    names_by_use: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for row in engine_internals.listed(import_module(f"{wheel}.internals").TABLE):
+        uses = names_by_use.setdefault((row["part"], row["owner"]), {})
+        uses.setdefault(row["use"], []).extend(row["names"])
+    lines = ["| part | module or class | names |", "|---|---|---|"]
+    for (part, owner), uses in names_by_use.items():
+        texts = (f"{use} {' '.join(f'`{name}`' for name in dict.fromkeys(names))}" for use, names in uses.items())
+        lines.append(f"| {part} | `{owner}` | {'; '.join(texts)} |")
     return "\n".join(lines)
 
 
