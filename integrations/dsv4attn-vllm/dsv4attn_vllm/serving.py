@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, frozen
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from dsv4attn import (
@@ -44,16 +44,13 @@ from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chos
 from dsv4attn_vllm.projection import parts_with, settings_for
 from dsv4attn_vllm.records import FP4_CACHE, are_of_v41
 
-__all__ = ["CACHE_DTYPES", "MOST_CHECKED", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
+__all__ = ["CACHE_DTYPES", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 """Values of --kv-cache-dtype that mean records of 584 bytes."""
 
 V41_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
 """The same for DeepSeek-V4.1, where they mean records of 528 bytes on sm_100."""
-
-MOST_CHECKED = 64
-"""Most keys that are remembered: sizes of the last steps x kinds of layers."""
 
 _NOPE, _ROPE = 448, 64
 _V41_PAGE = 32
@@ -93,8 +90,7 @@ class Serving:
     swa_layout, compressed_layout, index_layout: of the caches. parts: those around attention that run on dsv4attn.
     inserts_entries: whether V4.1's compressed entries are stored by dsv4attn though the compressor is vLLM's.
     problems: what the backend was chosen for. warm: whether its kernels were compiled. compiling: their number, which
-    another thread will know. scratch: memory of a process for which vLLM has no workspace. checked: keys of inserts
-    whose arguments were checked, at most MOST_CHECKED.
+    another thread will know. scratch: memory of a process for which vLLM has no workspace.
     """
 
     model: ModelGeometry
@@ -110,7 +106,6 @@ class Serving:
     warm: bool = False
     compiling: Future[int] | None = None
     scratch: WorkspaceManager | None = None
-    checked: set[tuple[object, ...]] = field(factory=set)
 
     @property
     def layer_ops(self) -> LayerOps:
@@ -121,12 +116,6 @@ class Serving:
     def is_fp4(self) -> bool:
         """Whether compressed records have 4 bits a value."""
         return self.compressed_layout.record_bytes == _FP4_RECORD
-
-    def know(self, key: tuple[object, ...]) -> None:
-        """Remember that the arguments of this key were checked."""
-        if len(self.checked) >= MOST_CHECKED:
-            self.checked.clear()
-        self.checked.add(key)
 
     def layer(self, compress_ratio: int) -> LayerGeometry:
         """Geometry of the layers of a ratio, as vLLM's layer has it: one object for each ratio."""
