@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import lru_cache
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -277,7 +278,7 @@ class DeepseekV4MLAAttention:
         q: [T', H, D] bf16 or fp32, changed in place.
         kv: [T', D] of q's dtype.
         positions: [T'] int64.
-        cos_sin_cache: copy of the layer's table in a compiled graph; None: that of the layer.
+        cos_sin_cache: [positions, rope_dim] fp32, in place of the layer's table; None: that table.
         Raises ArgumentError before anything is written. On a GPU arguments are checked once for each signature.
         """
         table = self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache
@@ -314,25 +315,8 @@ class DeepseekV4MLAAttention:
         output: like q.
         cos_sin_cache: as in `insert_step`.
         """
-        raw_q = None
-        if metadata is not None and self._takes_raw_q and metadata in self._raw_q_steps:
-            raw_q = self.raw_query(positions, cos_sin_cache)
-        space = workspace or current_workspace_manager()
-        self.exchange.attend(
-            ForwardCall(
-                q,
-                caches,
-                metadata,
-                self.backend,
-                space,
-                output,
-                self.geometry,
-                self.limits,
-                attn_sink,
-                topk_indices,
-                raw_q=raw_q,
-            )
-        )
+        table = self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache
+        _forward(self, caches, topk_indices, attn_sink, table, q, positions, output, metadata, workspace)
 
     def _tensors(self, caches: LayerCaches | None) -> tuple[Tensor | None, ...]:
         """What the ops are given for caches."""
@@ -403,7 +387,7 @@ def _check_insert(
     layer: LayerGeometry,
 ) -> None:
     """`check_insert`, on a GPU once for each signature. On a CPU values are checked too, in every call."""
-    if not isinstance(q, Tensor) or q.is_cpu:
+    if getattr(q, "is_cpu", True):  # what is no tensor is refused
         check_insert(q, kv, positions, slot_mapping, cos_sin_cache, caches.swa, layer)
         return
     owners = id(layer), id(caches.signed or caches.signature)
@@ -442,14 +426,34 @@ def _forward(
     q: Tensor,
     positions: Tensor,
     output: Tensor,
+    metadata: AttentionMetadata | EllipsisType | None = ...,
+    workspace: WorkspaceManager | None = None,
 ) -> None:
+    """`attend_step`. Metadata are looked up here, as a function more is a frame more for every layer."""
     if caches is None:
         raise _no_caches(bound)
-    geometry, context = bound.geometry, get_forward_context()
-    metadata = context.for_layer(bound.prefix, bound.swa_prefix, geometry.kind, geometry.compress_ratio)
-    if metadata is not None and metadata.source_rows is not None:
-        topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
-    bound.attend_step(metadata, caches, bound.workspace, topk_indices, attn_sink, q, positions, output, table)
+    geometry, raw_q = bound.geometry, None
+    if metadata is ...:
+        context, workspace = get_forward_context(), bound.workspace
+        metadata = context.for_layer(bound.prefix, bound.swa_prefix, geometry.kind, geometry.compress_ratio)
+        if metadata is not None and metadata.source_rows is not None:
+            topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
+    if metadata is not None and bound._takes_raw_q and metadata in bound._raw_q_steps:  # noqa: SLF001 - of the layer of this module
+        raw_q = bound.raw_query(positions, table)
+    call = ForwardCall(
+        q,
+        caches,
+        metadata,
+        bound.backend,
+        workspace or current_workspace_manager(),
+        output,
+        geometry,
+        bound.limits,
+        attn_sink,
+        topk_indices,
+        raw_q=raw_q,
+    )
+    bound.exchange.attend(call)
 
 
 def _bound_layer(handle: str) -> DeepseekV4MLAAttention:

@@ -20,6 +20,7 @@ from dsv4attn.core.attention.checks import check_insert
 from dsv4attn.core.attention.projection import o_proj
 from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_weight
 from dsv4attn.core.model.rope import apply_rope
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn_vllm.arguments import backend_of_vllm
 from dsv4attn_vllm.compressor import adopt, adopt_insert
 from dsv4attn_vllm.entries import recorder_of
@@ -75,10 +76,14 @@ class Dsv4Attention(_Layer):
             super().__init__(vllm_config, *args, **kwargs)
         if others_remain:
             register_remaining(self, vllm_config)
-        self._geometry = serving.layer(self.compress_ratio)
+        self._invariant_product = serving.layer_ops.arithmetic(deterministic=True).linear
+        indexer = self.indexer
+        self._recorder = None if indexer is None else recorder_of(vllm_config, self.prefix, indexer.topk_tokens)
+        self._keep_wo_a()
+        self._put_parts()
         self._attention = DeepseekV4MLAAttention(
             self.prefix,
-            self._geometry,
+            serving.layer(self.compress_ratio),
             serving.limits,
             serving.backend,
             attn_sink=self.attn_sink,
@@ -86,11 +91,8 @@ class Dsv4Attention(_Layer):
             topk_indices_buffer=self.topk_indices_buffer,
             raw_q=True,
         )
-        self._invariant_product = serving.layer_ops.arithmetic(deterministic=True).linear
-        indexer = self.indexer
-        self._recorder = None if indexer is None else recorder_of(vllm_config, self.prefix, indexer.topk_tokens)
-        self._keep_wo_a()
-        self._put_parts()
+        self._geometry = layer = self._attention.geometry
+        self._has_entries, self._selects = layer.has_entries, layer.kind is LayerKind.CSA
         serving.start_compiling()
 
     # ---------------------------------------------------------------- parts around attention, see `parts`
@@ -194,7 +196,7 @@ class Dsv4Attention(_Layer):
 
     def _caches(self) -> LayerCaches:
         """The caches that vLLM bound last. vLLM binds other caches when it wakes up from sleep."""
-        window, entries = self.swa_cache_layer.kv_cache, self._entries() if self._geometry.has_entries else None
+        window, entries = self.swa_cache_layer.kv_cache, self._entries() if self._has_entries else None
         attention, serving = self._attention, self._serving
         bound = attention.caches
         if (
@@ -212,7 +214,7 @@ class Dsv4Attention(_Layer):
     def _step(self, by_prefix: Any) -> AttentionMetadata:  # noqa: ANN401 - vLLM's metadata, by prefix
         """dsv4attn's metadata of a step."""
         window = by_prefix[self.swa_cache_layer.prefix].dsv4attn
-        entries = by_prefix[self._entries_prefix()].dsv4attn if self._geometry.has_entries else None
+        entries = by_prefix[self._entries_prefix()].dsv4attn if self._has_entries else None
         return AttentionMetadata(window, entries)
 
     def insert_keys(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -245,6 +247,7 @@ class Dsv4Attention(_Layer):
             self._attention.insert_step(step, self._caches(), space, of_window.slot_mapping, q, kv, positions)
         return q
 
+    @without_modes
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of this step into output [T', h, D]; without metadata, reserve memory and compile kernels.
 
@@ -259,7 +262,7 @@ class Dsv4Attention(_Layer):
         if self._recorder is not None:
             block_tokens = self._entries().shape[1] * self.compress_ratio
             self._recorder.keep(self.prefix, self.topk_indices_buffer[: len(q)], block_tokens)
-        topk = self.topk_indices_buffer if self._geometry.kind is LayerKind.CSA else None
+        topk = self.topk_indices_buffer if self._selects else None
         step, caches, space = self._step(by_prefix), self._caches(), serving.workspace()
         self._attention.attend_step(step, caches, space, topk, self.attn_sink, q, positions, output)
 

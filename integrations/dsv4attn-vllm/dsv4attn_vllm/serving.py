@@ -118,10 +118,9 @@ class Serving:
         return self.compressed_layout.record_bytes == _FP4_RECORD
 
     def layer(self, compress_ratio: int) -> LayerGeometry:
-        """Geometry of the layers of a ratio, as vLLM's layer has it: one object for each ratio."""
-        if not self.model.shared_latent:
-            return _layer(self.model, _KIND_OF_RATIO[compress_ratio])
-        return _layer(self.model, _V41_KIND_OF_RATIO[compress_ratio], compress_ratio or None)
+        """Geometry of the layers of a ratio, as vLLM's layer has it."""
+        kinds = _V41_KIND_OF_RATIO if self.model.shared_latent else _KIND_OF_RATIO
+        return self.model.layer_of_kind(kinds[compress_ratio], compress_ratio or None)
 
     def workspace(self) -> WorkspaceManager:
         """dsv4attn's scratch memory of this device and microbatch. It may grow while vLLM's own workspace may.
@@ -205,11 +204,6 @@ def in_background(function: Callable[..., int], *arguments: Any) -> Future[int]:
 
     Thread(target=run, name="dsv4attn-compiles", daemon=True).start()
     return future
-
-
-@cache
-def _layer(model: ModelGeometry, kind: LayerKind, compress_ratio: int | None = None) -> LayerGeometry:
-    return model.layer_of_kind(kind, compress_ratio)
 
 
 def serving_of(vllm_config: Any, *, v41: bool = False) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.attention import mla_attention
+from dsv4attn.core.attention.checks import check_insert
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.memory.workspace import WorkspaceManager, use_workspace
@@ -98,11 +99,10 @@ class OnGPU(Tensor):
 
 def test_on_a_gpu_arguments_of_an_insert_are_checked_once_for_each_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[int] = []
-    check = mla_attention.check_insert
 
     def counted(q: Tensor, *arguments: Any) -> None:
         checks.append(len(q))
-        check(q, *arguments)
+        check_insert(q, *arguments)
 
     monkeypatch.setattr(mla_attention, "check_insert", counted)
     monkeypatch.setattr(mla_attention, "_checked", {})
