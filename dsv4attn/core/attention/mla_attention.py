@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import lru_cache
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.attention.custom_ops import Handles, define_op
 from dsv4attn.core.attention.exchange import ONE_RANK, Exchange
+from dsv4attn.core.attention.overlap import span
 from dsv4attn.core.attention.projection import o_proj
 from dsv4attn.core.attention.raw_q import RawQSteps
 from dsv4attn.core.cache.layer_caches import LayerCaches, caches_of, check_op_tensors, have_moved, op_tensor
@@ -34,10 +36,12 @@ from dsv4attn.core.contract.backend import Backend, KeyForm, RawQuery
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.workspace import WorkspaceManager, current_workspace_manager
 from dsv4attn.core.metadata.forward_context import get_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn.core.model.rope import is_rotation
 from dsv4attn.core.reprs import layer_text, one_line
+from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.torch_modes import is_autocast_on, no_autocast, without_modes
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 
@@ -252,6 +256,68 @@ class DeepseekV4MLAAttention:
             with no_autocast() if is_autocast_on() else _NO_CHANGE:
                 _forward(self, caches, topk_indices, self.attn_sink, self.cos_sin_cache, q, positions, output)
 
+    def insert_step(
+        self,
+        metadata: AttentionMetadata | None,
+        caches: LayerCaches,
+        workspace: WorkspaceManager | None,
+        slot_mapping: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor | None = None,
+    ) -> None:
+        """`fused_qnorm_rope_kv_insert` for an engine that has the metadata of its steps itself.
+
+        Nothing is looked up: the engine gives each call what may differ between steps. The call is no op of torch, and
+        leaves autocast and gradients as they are.
+        metadata: of the attention that follows. None: the insert prepares every row of q, as in a step of decodes.
+        caches: the bound ones.
+        workspace: of the step, read with metadata alone; None: the context's.
+        slot_mapping: [>= T] int64, negative for padding.
+        q: [T', H, D] bf16 or fp32, changed in place.
+        kv: [T', D] of q's dtype.
+        positions: [T'] int64.
+        cos_sin_cache: [positions, rope_dim] fp32, in place of the layer's table; None: that table.
+        Raises ArgumentError before anything is written. On a GPU arguments are checked once for each signature.
+        """
+        table = self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache
+        _check_insert(q, kv, positions, slot_mapping, table, caches, self.geometry)
+        raw_q = None if metadata is None else self.raw_query(positions, table)
+        if raw_q is not None:
+            space, sink = workspace or current_workspace_manager(), self.attn_sink
+            call = ForwardCall(q, caches, metadata, self.backend, space, q, self.geometry, self.limits, sink)
+            if self._raw_q_steps.insert(call, kv, raw_q):
+                return
+        self.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slot_mapping, positions, table, self.geometry.q_eps)
+
+    def attend_step(
+        self,
+        metadata: AttentionMetadata | None,
+        caches: LayerCaches,
+        workspace: WorkspaceManager | None,
+        topk_indices: Tensor | None,
+        attn_sink: Tensor | None,
+        q: Tensor,
+        positions: Tensor,
+        output: Tensor,
+        cos_sin_cache: Tensor | None = None,
+    ) -> None:
+        """`forward_mqa` for an engine that has the metadata of its steps itself; see `insert_step`.
+
+        metadata: of the step. None is the warm-up.
+        caches: the bound ones.
+        workspace: of the step; None: the context's.
+        topk_indices: [>= T, K] int32, read on c4a layers alone.
+        attn_sink: [H] fp32, or None.
+        q: [T', H, D] as `insert_step` left it.
+        positions: those of the insert.
+        output: like q.
+        cos_sin_cache: as in `insert_step`.
+        """
+        table = self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache
+        _forward(self, caches, topk_indices, attn_sink, table, q, positions, output, metadata, workspace)
+
     def _tensors(self, caches: LayerCaches | None) -> tuple[Tensor | None, ...]:
         """What the ops are given for caches."""
         if caches is None or caches is self.caches:
@@ -305,6 +371,35 @@ def _no_caches(layer: DeepseekV4MLAAttention) -> Dsv4AttnError:
     return Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
 
 
+_MOST_CHECKED = 64
+"""Most signatures of inserts that are remembered: sizes of the last steps, for each geometry."""
+_checked: dict[tuple[object, ...], tuple[LayerGeometry, int, int]] = {}
+"""Signatures of inserts whose arguments fitted: the geometry, which keeps its identity, and bytes of q and of kv."""
+
+
+def _check_insert(
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    caches: LayerCaches,
+    layer: LayerGeometry,
+) -> None:
+    """`check_insert`, on a GPU once for each signature. On a CPU values are checked too, in every call."""
+    if getattr(q, "is_cpu", True):  # what is no tensor is refused
+        check_insert(q, kv, positions, slot_mapping, cos_sin_cache, caches.swa, layer)
+        return
+    owners = id(layer), id(caches.signed or caches.signature)
+    key = *owners, signature(q, kv, positions, slot_mapping, cos_sin_cache)
+    known = _checked.get(key)
+    if known is None or -known[2] < kv.data_ptr() - q.data_ptr() < known[1]:  # addresses are not in the signature
+        check_insert(q, kv, positions, slot_mapping, cos_sin_cache, caches.swa, layer)
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked[key] = layer, span(q), span(kv)
+
+
 def _insert(
     bound: DeepseekV4MLAAttention,
     caches: LayerCaches | None,
@@ -315,19 +410,11 @@ def _insert(
 ) -> None:
     if caches is None:
         raise _no_caches(bound)
-    geometry, backend, context = bound.geometry, bound.backend, get_forward_context()
+    geometry, context = bound.geometry, get_forward_context()
     metadata = context.for_layer(bound.prefix, bound.swa_prefix, geometry.kind, geometry.compress_ratio)
-    if metadata is None:
-        return
-    slots = metadata.swa.slot_mapping
-    check_insert(q, kv, positions, slots, table, caches.swa, geometry)
-    raw_q = bound.raw_query(positions, table) if metadata.swa.num_prefill_tokens else None
-    if raw_q is not None:
-        workspace = bound.workspace or current_workspace_manager()
-        call = ForwardCall(q, caches, metadata, backend, workspace, q, geometry, bound.limits, bound.attn_sink)
-        if bound._raw_q_steps.insert(call, kv, raw_q):  # noqa: SLF001 - of the layer of this module
-            return
-    backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
+    if metadata is not None:
+        of_prefill = metadata if metadata.swa.num_prefill_tokens else None
+        bound.insert_step(of_prefill, caches, bound.workspace, metadata.swa.slot_mapping, q, kv, positions, table)
 
 
 def _forward(
@@ -339,22 +426,26 @@ def _forward(
     q: Tensor,
     positions: Tensor,
     output: Tensor,
+    metadata: AttentionMetadata | EllipsisType | None = ...,
+    workspace: WorkspaceManager | None = None,
 ) -> None:
+    """`attend_step`. Metadata are looked up here, as a function more is a frame more for every layer."""
     if caches is None:
         raise _no_caches(bound)
-    geometry, raw_q, context = bound.geometry, None, get_forward_context()
-    metadata = context.for_layer(bound.prefix, bound.swa_prefix, geometry.kind, geometry.compress_ratio)
-    if metadata is not None:
-        if metadata.source_rows is not None:
+    geometry, raw_q = bound.geometry, None
+    if metadata is ...:
+        context, workspace = get_forward_context(), bound.workspace
+        metadata = context.for_layer(bound.prefix, bound.swa_prefix, geometry.kind, geometry.compress_ratio)
+        if metadata is not None and metadata.source_rows is not None:
             topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
-        if bound._takes_raw_q and metadata in bound._raw_q_steps:  # noqa: SLF001 - of the layer of this module
-            raw_q = bound.raw_query(positions, table)
+    if metadata is not None and bound._takes_raw_q and metadata in bound._raw_q_steps:  # noqa: SLF001 - of the layer of this module
+        raw_q = bound.raw_query(positions, table)
     call = ForwardCall(
         q,
         caches,
         metadata,
         bound.backend,
-        bound.workspace or current_workspace_manager(),
+        workspace or current_workspace_manager(),
         output,
         geometry,
         bound.limits,

@@ -23,6 +23,7 @@ from dsv4attn.core.model.weights import IndexerWeights
 from dsv4attn.core.reprs import fields_repr, one_line
 from dsv4attn.core.torch_modes import is_capturing, without_modes
 from dsv4attn.core.torch_ops.arguments import EntryNorm
+from dsv4attn.core.torch_ops.selection import select_all
 from dsv4attn.core.torch_ops.tiles import Linear
 
 __all__ = ["Candidates", "Indexer"]
@@ -159,8 +160,7 @@ class Indexer:
         if entries is not None:
             out.copy_(entries[:tokens])
         elif q is None:
-            numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
-            out.copy_(torch.where(numbers < visible_entries(metadata)[:, None], numbers, -1))
+            select_all(visible_entries(metadata), out)
         if q is None:
             return
         longest, (publishes, restricts) = self._longest(metadata), self._levels(metadata)

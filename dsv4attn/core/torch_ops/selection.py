@@ -15,7 +15,7 @@ from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, scores, scores_bytes
 from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, tiles
 
-__all__ = ["ENTRIES", "better", "score_entries", "select_topk", "selection_bytes"]
+__all__ = ["ENTRIES", "better", "score_entries", "select_all", "select_topk", "selection_bytes"]
 
 ENTRIES = 512
 """Entries scored at a time. The number is fixed, so that no score depends on the length of a context."""
@@ -62,6 +62,16 @@ def select_topk(
         last = torch.iinfo(out.dtype).max
         numbers = best[1].masked_fill(best[1] < 0, last).sort(-1).values
         out[part] = numbers.masked_fill_(numbers == last, -1)
+
+
+def select_all(visible_lens: Tensor, out: Tensor) -> None:
+    """All entries of tokens that see at most K: 0 .. visible_lens - 1, then -1.
+
+    visible_lens: [T] int32.
+    out: [T, K] int32.
+    """
+    numbers = torch.arange(out.shape[1], dtype=out.dtype, device=out.device)
+    out.copy_(torch.where(numbers < visible_lens[:, None], numbers, -1))
 
 
 def score_entries(

@@ -22,6 +22,7 @@ from attrs import define, field
 from torch import Tensor
 
 from dsv4attn import Backend, IndexQuery, KVCacheLayout, PagedKVCache, TokenMap
+from dsv4attn.core.torch_ops.selection import select_all
 
 __all__ = ["forward_c4_indexer", "plan_selection", "serve"]
 
@@ -118,10 +119,9 @@ def _select(pool: Any, layer: int, query: IndexQuery, core: Any, metadata: Any) 
     numbers = torch.empty_like(slots) if numbers is None else numbers[:tokens]
     rows, visible = metadata.dsv4attn_rows[:tokens], metadata.compressed_seq_lens[:tokens]
     # of the page table, which in a captured graph has room for the longest context
-    longest, topk = metadata.max_compressed_seq_len, slots.shape[1]
-    if longest <= topk:
-        columns = torch.arange(topk, dtype=numbers.dtype, device=numbers.device)
-        numbers.copy_(torch.where(columns < visible[:, None], columns, -1))
+    longest = metadata.max_compressed_seq_len
+    if longest <= slots.shape[1]:
+        select_all(visible, numbers)
     else:
         token_map = TokenMap(metadata.page_table, rows, visible)
         keys = selection.keys_of(pool, layer)

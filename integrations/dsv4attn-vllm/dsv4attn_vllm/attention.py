@@ -15,15 +15,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
 
-from dsv4attn import AttentionMetadata, LayerCaches, LayerKind, PagedKVCache, forward_mqa
-from dsv4attn.core.attention.call import ForwardCall
+from dsv4attn import AttentionMetadata, DeepseekV4MLAAttention, LayerCaches, LayerKind, PagedKVCache
 from dsv4attn.core.attention.checks import check_insert
 from dsv4attn.core.attention.projection import o_proj
-from dsv4attn.core.attention.raw_q import RawQSteps
-from dsv4attn.core.contract.backend import RawQuery
 from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_weight
-from dsv4attn.core.model.rope import apply_rope, is_rotation
-from dsv4attn.core.tensorspec import signature
+from dsv4attn.core.model.rope import apply_rope
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn_vllm.arguments import backend_of_vllm
 from dsv4attn_vllm.compressor import adopt, adopt_insert
 from dsv4attn_vllm.entries import recorder_of
@@ -79,14 +76,23 @@ class Dsv4Attention(_Layer):
             super().__init__(vllm_config, *args, **kwargs)
         if others_remain:
             register_remaining(self, vllm_config)
-        self._geometry = serving.layer(self.compress_ratio)
-        self._bound: LayerCaches | None = None
-        self._raw_q_steps = RawQSteps()
         self._invariant_product = serving.layer_ops.arithmetic(deterministic=True).linear
         indexer = self.indexer
         self._recorder = None if indexer is None else recorder_of(vllm_config, self.prefix, indexer.topk_tokens)
         self._keep_wo_a()
         self._put_parts()
+        self._attention = DeepseekV4MLAAttention(
+            self.prefix,
+            serving.layer(self.compress_ratio),
+            serving.limits,
+            serving.backend,
+            attn_sink=self.attn_sink,
+            cos_sin_cache=self.rotary_emb.cos_sin_cache,
+            topk_indices_buffer=self.topk_indices_buffer,
+            raw_q=True,
+        )
+        self._geometry = layer = self._attention.geometry
+        self._has_entries, self._selects = layer.has_entries, layer.kind is LayerKind.CSA
         serving.start_compiling()
 
     # ---------------------------------------------------------------- parts around attention, see `parts`
@@ -173,8 +179,6 @@ class Dsv4Attention(_Layer):
             expected = "bf16, or fp8 with a scale for each block of 128 x 128 or 32 x 32"
             cure = "use a checkpoint with such a wo_a"
             raise RefusedError(f"{self.prefix}.wo_a", expected=expected, actual=error, cure=cure) from error
-        # read now, so that no step waits for the device
-        is_rotation(self.rotary_emb.cos_sin_cache)
 
     # ---------------------------------------------------------------- steps
 
@@ -192,63 +196,25 @@ class Dsv4Attention(_Layer):
 
     def _caches(self) -> LayerCaches:
         """The caches that vLLM bound last. vLLM binds other caches when it wakes up from sleep."""
-        window, entries = self.swa_cache_layer.kv_cache, self._entries() if self._geometry.has_entries else None
-        bound = self._bound
+        window, entries = self.swa_cache_layer.kv_cache, self._entries() if self._has_entries else None
+        attention, serving = self._attention, self._serving
+        bound = attention.caches
         if (
             bound is None
             or bound.swa.tensor is not window
             or (bound.compressed and bound.compressed.tensor) is not entries
         ):
-            serving = self._serving
-            swa = PagedKVCache(window, serving.swa_layout)
-            bound = LayerCaches(swa, None if entries is None else PagedKVCache(entries, serving.compressed_layout))
-            if self._bound is not None:
-                # its keys name signatures of caches by identity
-                serving.checked.clear()
-            self._bound = bound
+            compressed = None if entries is None else PagedKVCache(entries, serving.compressed_layout)
+            attention.bind_kv_cache(PagedKVCache(window, serving.swa_layout), compressed)
+            # a module that was moved since has another table
+            attention.cos_sin_cache, bound = self.rotary_emb.cos_sin_cache, attention.caches
+            assert bound is not None
         return bound
-
-    def insert(
-        self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, step: AttentionMetadata | None = None
-    ) -> None:
-        """Rotate q [T, h, D] in place, in V4 normalised; rotate a copy of kv [T, D] and write it to the window cache.
-
-        step: metadata of the attention that follows; given them, q of prefill tokens stays as it is where `forward_mqa`
-        prepares it faster. Raises ArgumentError before anything is written. Arguments are checked once for each
-        signature that layers of the model pass, and on a CPU, where values are checked too, in every call.
-        """
-        caches, table, serving = self._caches(), self.rotary_emb.cos_sin_cache, self._serving
-        key = None if q.is_cpu else (id(caches.signature), signature(q, kv, positions, slots, table))
-        if key is None or key not in serving.checked:
-            check_insert(q, kv, positions, slots, table, caches.swa, self._geometry)
-            if key is not None:
-                serving.know(key)
-        raw = None if step is None else self._raw_query(positions)
-        if raw is not None and step is not None:
-            call = ForwardCall(
-                q,
-                caches,
-                step,
-                serving.backend,
-                serving.workspace(),
-                q,
-                self._geometry,
-                serving.limits,
-                self.attn_sink,
-            )
-            if self._raw_q_steps.insert(call, kv, raw):
-                return
-        serving.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, self._geometry.q_eps)
-
-    def _raw_query(self, positions: Tensor) -> RawQuery | None:
-        """What attention needs to prepare q itself; None on layers whose queries have no norm, or are not rotated."""
-        eps, table = self._geometry.q_eps, self.rotary_emb.cos_sin_cache
-        return RawQuery(positions, table, eps) if eps is not None and is_rotation(table) else None
 
     def _step(self, by_prefix: Any) -> AttentionMetadata:  # noqa: ANN401 - vLLM's metadata, by prefix
         """dsv4attn's metadata of a step."""
         window = by_prefix[self.swa_cache_layer.prefix].dsv4attn
-        entries = by_prefix[self._entries_prefix()].dsv4attn if self._geometry.has_entries else None
+        entries = by_prefix[self._entries_prefix()].dsv4attn if self._has_entries else None
         return AttentionMetadata(window, entries)
 
     def insert_keys(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -273,12 +239,15 @@ class Dsv4Attention(_Layer):
         attn_metadata: Any,  # noqa: ANN401 - by prefix, or not a dict when vLLM measures memory
     ) -> Tensor:
         if isinstance(attn_metadata, dict):
-            slots, prefill = attn_metadata[self.swa_cache_layer.prefix].slot_mapping, None
-            if attn_metadata[self.swa_cache_layer.prefix].dsv4attn.num_prefill_tokens:
-                prefill = self._step(attn_metadata)
-            self.insert(q, kv, positions, slots, prefill)
+            of_window = attn_metadata[self.swa_cache_layer.prefix]
+            # metadata of both caches, and scratch memory, are needed where attention may prepare q itself
+            step = space = None
+            if of_window.dsv4attn.num_prefill_tokens:
+                step, space = self._step(attn_metadata), self._serving.workspace()
+            self._attention.insert_step(step, self._caches(), space, of_window.slot_mapping, q, kv, positions)
         return q
 
+    @without_modes
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of this step into output [T', h, D]; without metadata, reserve memory and compile kernels.
 
@@ -290,23 +259,12 @@ class Dsv4Attention(_Layer):
             serving.warm_up(self._geometry, q.device)
             output.zero_()
             return
-        layer, step = self._geometry, self._step(by_prefix)
         if self._recorder is not None:
             block_tokens = self._entries().shape[1] * self.compress_ratio
             self._recorder.keep(self.prefix, self.topk_indices_buffer[: len(q)], block_tokens)
-        forward_mqa(
-            q,
-            self._caches(),
-            step,
-            serving.backend,
-            serving.workspace(),
-            output,
-            layer=layer,
-            limits=serving.limits,
-            attn_sink=self.attn_sink,
-            topk_indices=self.topk_indices_buffer if layer.kind is LayerKind.CSA else None,
-            raw_q=self._raw_query(positions) if step in self._raw_q_steps else None,
-        )
+        topk = self.topk_indices_buffer if self._selects else None
+        step, caches, space = self._step(by_prefix), self._caches(), serving.workspace()
+        self._attention.attend_step(step, caches, space, topk, self.attn_sink, q, positions, output)
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
         """Inverse RoPE and `wo_a` on the backend; `wo_b`, and the sum over ranks, in vLLM's linear."""

@@ -59,18 +59,8 @@ def mhc_pre(
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(post [..., n, 1], comb [..., n, n], layer input [..., d]) of residual [..., n, d]. n_splits is not used."""
-    weights = MixWeights(
-        fn,
-        hc_scale,
-        hc_base,
-        rms_eps,
-        hc_pre_eps,
-        hc_sinkhorn_eps,
-        hc_post_mult_value,
-        sinkhorn_repeat,
-        norm_weight,
-        norm_eps,
-    )
+    constants = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+    weights = MixWeights(fn, hc_scale, hc_base, *constants, norm_weight, norm_eps)
     post, comb, layer_input = _layer_ops().mhc_pre(_flat(residual, 2), weights)
     outer = residual.shape[:-2]
     return post.unflatten(0, outer), comb.unflatten(0, outer), layer_input.unflatten(0, outer)
@@ -117,18 +107,8 @@ def mhc_fused_post_pre(
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(residual, post, comb, layer input): `mhc_post`, then `mhc_pre` of its result. The tuning is not used."""
-    weights = MixWeights(
-        fn,
-        hc_scale,
-        hc_base,
-        rms_eps,
-        hc_pre_eps,
-        hc_sinkhorn_eps,
-        hc_post_mult_value,
-        sinkhorn_repeat,
-        norm_weight,
-        norm_eps,
-    )
+    constants = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+    weights = MixWeights(fn, hc_scale, hc_base, *constants, norm_weight, norm_eps)
     results = _layer_ops().mhc_fused_post_pre(
         _flat(x, 1), _flat(residual, 2), _flat(post_layer_mix, 2), _flat(comb_res_mix, 2), weights
     )

@@ -19,6 +19,7 @@ from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
 from dsv4attn import EntryNorm, IndexQuery, PagedKVCache, TokenMap
 from dsv4attn.core.layer.indexer import Candidates
 from dsv4attn.core.torch_modes import is_capturing
+from dsv4attn.core.torch_ops.selection import select_all
 from dsv4attn_vllm.compressor import bound_cache, in_fp32
 from dsv4attn_vllm.guard import GUARD, RefusedError
 from dsv4attn_vllm.index_metadata import IndexBackend, V41IndexBackend
@@ -203,15 +204,9 @@ def all_are_selected(indexer: Any, device: torch.device) -> bool:  # noqa: ANN40
     metadata = by_prefix[indexer.k_cache.prefix]
     if metadata.max_seq_len // indexer.compress_ratio > indexer.topk_tokens:
         return False
-    select_all(metadata.visible_lens, indexer.topk_indices_buffer, indexer.topk_tokens)
+    lens = metadata.visible_lens
+    select_all(lens, indexer.topk_indices_buffer[: lens.shape[0], : indexer.topk_tokens])
     return True
-
-
-def select_all(visible_lens: Tensor, buffer: Tensor, topk: int) -> None:
-    """Write 0 .. visible_lens - 1, then -1, to the rows [T, topk] of a buffer. visible_lens: [T] int32."""
-    out = buffer[: visible_lens.shape[0], :topk]
-    numbers = torch.arange(topk, dtype=out.dtype, device=out.device)
-    out.copy_(torch.where(numbers < visible_lens[:, None], numbers, -1))
 
 
 def check_selector(prefix: str, indexer: Any) -> None:  # noqa: ANN401 - an indexer that vLLM has built
@@ -278,15 +273,13 @@ class V41Selector(Selector):
 
     def _select(self, query: IndexQuery, token_map: TokenMap, out: Tensor, longest: int) -> None:
         ops, keys, candidates = self.serving.layer_ops, self._keys(), self._candidates
-        if candidates is None or candidates.is_void(longest):
-            ops.select_topk(query, keys, token_map, out, longest)
-            return
-        blocks, size = candidates.blocks[: len(out)], candidates.block_size
-        if self._publishes:
+        if candidates is not None and not candidates.is_void(longest):
+            blocks, size = candidates.blocks[: len(out)], candidates.block_size
+            if not self._publishes:
+                ops.select_topk_of_candidates(query, keys, token_map, blocks, size, out, longest)
+                return
             ops.select_candidates(query, keys, token_map, blocks, size, longest)
-            ops.select_topk(query, keys, token_map, out, longest)
-        else:
-            ops.select_topk_of_candidates(query, keys, token_map, blocks, size, out, longest)
+        super()._select(query, token_map, out, longest)
 
 
 class V41Indexer(v41.DeepseekV4Indexer):

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, frozen
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from dsv4attn import (
@@ -44,16 +44,13 @@ from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chos
 from dsv4attn_vllm.projection import parts_with, settings_for
 from dsv4attn_vllm.records import FP4_CACHE, are_of_v41
 
-__all__ = ["CACHE_DTYPES", "MOST_CHECKED", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
+__all__ = ["CACHE_DTYPES", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 """Values of --kv-cache-dtype that mean records of 584 bytes."""
 
 V41_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
 """The same for DeepSeek-V4.1, where they mean records of 528 bytes on sm_100."""
-
-MOST_CHECKED = 64
-"""Most keys that are remembered: sizes of the last steps x kinds of layers."""
 
 _NOPE, _ROPE = 448, 64
 _V41_PAGE = 32
@@ -93,8 +90,7 @@ class Serving:
     swa_layout, compressed_layout, index_layout: of the caches. parts: those around attention that run on dsv4attn.
     inserts_entries: whether V4.1's compressed entries are stored by dsv4attn though the compressor is vLLM's.
     problems: what the backend was chosen for. warm: whether its kernels were compiled. compiling: their number, which
-    another thread will know. scratch: memory of a process for which vLLM has no workspace. checked: keys of inserts
-    whose arguments were checked, at most MOST_CHECKED.
+    another thread will know. scratch: memory of a process for which vLLM has no workspace.
     """
 
     model: ModelGeometry
@@ -110,7 +106,6 @@ class Serving:
     warm: bool = False
     compiling: Future[int] | None = None
     scratch: WorkspaceManager | None = None
-    checked: set[tuple[object, ...]] = field(factory=set)
 
     @property
     def layer_ops(self) -> LayerOps:
@@ -122,17 +117,10 @@ class Serving:
         """Whether compressed records have 4 bits a value."""
         return self.compressed_layout.record_bytes == _FP4_RECORD
 
-    def know(self, key: tuple[object, ...]) -> None:
-        """Remember that the arguments of this key were checked."""
-        if len(self.checked) >= MOST_CHECKED:
-            self.checked.clear()
-        self.checked.add(key)
-
     def layer(self, compress_ratio: int) -> LayerGeometry:
-        """Geometry of the layers of a ratio, as vLLM's layer has it: one object for each ratio."""
-        if not self.model.shared_latent:
-            return _layer(self.model, _KIND_OF_RATIO[compress_ratio])
-        return _layer(self.model, _V41_KIND_OF_RATIO[compress_ratio], compress_ratio or None)
+        """Geometry of the layers of a ratio, as vLLM's layer has it."""
+        kinds = _V41_KIND_OF_RATIO if self.model.shared_latent else _KIND_OF_RATIO
+        return self.model.layer_of_kind(kinds[compress_ratio], compress_ratio or None)
 
     def workspace(self) -> WorkspaceManager:
         """dsv4attn's scratch memory of this device and microbatch. It may grow while vLLM's own workspace may.
@@ -216,11 +204,6 @@ def in_background(function: Callable[..., int], *arguments: Any) -> Future[int]:
 
     Thread(target=run, name="dsv4attn-compiles", daemon=True).start()
     return future
-
-
-@cache
-def _layer(model: ModelGeometry, kind: LayerKind, compress_ratio: int | None = None) -> LayerGeometry:
-    return model.layer_of_kind(kind, compress_ratio)
 
 
 def serving_of(vllm_config: Any, *, v41: bool = False) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig

@@ -13,7 +13,7 @@ from attrs import evolve
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.index_metadata import IndexMetadata, IndexMetadataBuilder
-from dsv4attn_vllm.indexer import Selector, select_all
+from dsv4attn_vllm.indexer import Selector
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.common.ops.fused_indexer_q import _FUSED_INDEXER_Q_ROPE_QUANT_TRITON_KERNEL
@@ -368,13 +368,3 @@ def test_without_metadata_the_buffer_stays(engine: WholeEngine) -> None:
         layer(torch.zeros(3, dtype=torch.int64), torch.randn(3, layer.hidden_size).bfloat16())
 
     assert (engine.topk == 5).all()
-
-
-def test_select_all_takes_rows_and_columns_of_a_larger_buffer() -> None:
-    buffer = torch.full((5, 6), 9, dtype=torch.int32)
-
-    select_all(torch.tensor([0, 2, 4, 7], dtype=torch.int32), buffer, 4)
-
-    assert buffer[:4, :4].tolist() == [[-1] * 4, [0, 1, -1, -1], [0, 1, 2, 3], [0, 1, 2, 3]]
-    assert (buffer[4] == 9).all()
-    assert (buffer[:, 4:] == 9).all()

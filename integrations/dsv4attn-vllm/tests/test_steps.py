@@ -18,7 +18,6 @@ import torch
 from dsv4attn_vllm import metadata
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.metadata import Described
-from dsv4attn_vllm.serving import MOST_CHECKED
 from engine import PAGES, Engine, bytes_of, config_of, world
 from models import V4, V41, V41_WITH_STEPS, Model, engine_of
 from torch import Tensor
@@ -202,46 +201,6 @@ def test_builders_of_a_group_count_the_tokens_of_a_step_once(monkeypatch: pytest
     assert len(counted) == 4
 
 
-def test_arguments_of_an_insert_are_checked_once_for_each_signature(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the device type `meta`, as on a GPU: on a CPU values are read in every call, see the next test."""
-    from dsv4attn_vllm import attention
-
-    checks: list[Any] = []
-    monkeypatch.setattr(attention, "check_insert", lambda *arguments: checks.append(arguments))
-    with world(config := config_of()):
-        engine = Engine(config, CUDAAttention)
-        layers = engine.layers
-        serving = layers[0]._serving
-        monkeypatch.setattr(serving, "backend", Inserts())
-        table = torch.nn.Module()
-        table.cos_sin_cache = torch.empty(1024, 64, device="meta")
-        for layer in layers:
-            layer.rotary_emb = table
-            layer.swa_cache_layer.kv_cache = layer.swa_cache_layer.kv_cache.to("meta")
-            if layer.compress_ratio > 1:
-                layer.kv_cache = layer.kv_cache.to("meta")
-
-        def insert(rows: int, layer: Any) -> None:
-            q, numbers = torch.empty(rows, 4, 512, device="meta"), torch.empty(rows, device="meta", dtype=torch.int64)
-            layer.insert(q, q[:, 0], numbers, numbers)
-
-        for rows in (3, 3, 5, 3):
-            for layer in layers:
-                insert(rows, layer)
-        assert [len(check[0]) for check in checks] == [3] * len(layers) + [5] * len(layers)
-        assert len(serving.backend.calls) == 4 * len(layers)
-        # another cache, as after a sleep
-        cache = layers[0].swa_cache_layer
-        cache.kv_cache = torch.empty(7, 64, 584, device="meta", dtype=torch.uint8)
-        insert(3, layers[0])
-        assert len(checks) == 2 * len(layers) + 1
-        for rows in range(10, 200):
-            insert(rows, layers[0])
-        assert len(serving.checked) <= MOST_CHECKED
-
-
 def test_prompts_on_a_backend_that_takes_raw_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and caches are those of prepared q, bit for bit; the insert leaves q of prefill tokens as it was."""
     from dsv4attn_vllm import serving
@@ -272,42 +231,18 @@ def test_prompts_on_a_backend_that_takes_raw_q(monkeypatch: pytest.MonkeyPatch) 
 
 
 @on_v4
-def test_an_insert_is_refused_before_anything_is_written(engine: Engine) -> None:
+def test_keys_alone_are_refused_before_anything_is_written(engine: Engine) -> None:
     layer, request = engine.layers[0], engine.request(9)
-    metadata = engine.describe([(request, 2)])
-    q, kv, _ = engine.inputs(layer, [(request, 2)], 2)
-    slots = metadata[layer.swa_cache_layer.prefix].slot_mapping
-    layer.insert(q, kv, engine.positions[:2], slots)
-    originals = q.clone(), layer.swa_cache_layer.kv_cache.clone()
-    table = layer.rotary_emb.cos_sin_cache
+    slots = engine.describe([(request, 2)])[layer.swa_cache_layer.prefix].slot_mapping
+    _, kv, _ = engine.inputs(layer, [(request, 2)], 2)
+    written = layer.swa_cache_layer.kv_cache.clone()
 
-    for changed, said in [
-        ({"kv": kv.float()}, "kv"),
-        ({"positions": engine.positions[:3]}, "positions"),
-        ({"positions": torch.tensor([0, len(table)])}, "positions"),
-        ({"slots": torch.tensor([1, PAGES * 64])}, "slot_mapping"),
-    ]:
-        arguments = {"kv": kv, "positions": engine.positions[:2], "slots": slots, **changed}
-        with pytest.raises(ArgumentError, match=rf"^{said}\b"):
-            layer.insert(q, **arguments)
-        if "slots" not in changed:
-            continue
-        with pytest.raises(ArgumentError, match=rf"^{said}\b"):
-            layer.insert_keys(**arguments)
+    with pytest.raises(ArgumentError, match=r"^slot_mapping\b"):
+        layer.insert_keys(kv, engine.positions[:2], torch.tensor([1, PAGES * 64]))
+    with pytest.raises(ArgumentError, match=r"^positions\b"):
+        layer.insert_keys(kv, torch.tensor([0, len(layer.rotary_emb.cos_sin_cache)]), slots)
 
-    assert torch.equal(q, originals[0])
-    assert torch.equal(layer.swa_cache_layer.kv_cache, originals[1])
-
-
-class Inserts:
-    """A backend that counts its inserts."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def qnorm_rope_kv_insert(self, *arguments: Any) -> None:
-        """Do nothing."""
-        self.calls.append(arguments)
+    assert torch.equal(layer.swa_cache_layer.kv_cache, written)
 
 
 def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> None:

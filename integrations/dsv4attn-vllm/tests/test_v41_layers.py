@@ -131,8 +131,9 @@ def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_v41_engine(V41CUDAAttention) as engine:
         layers = engine.layers
-        layers[2]._geometry = copy.copy(layers[2]._geometry)
-        object.__setattr__(layers[2]._geometry, "q_norm", True)
+        of_core = layers[2]._attention
+        of_core.geometry = copy.copy(of_core.geometry)
+        object.__setattr__(of_core.geometry, "q_norm", True)
         right = layers[3].kv_cache
         layers[4]._compressed_kv_cache = lambda: layers[1].kv_cache.as_strided(right.shape, right.stride())
         layers[5].topk_indices_buffer = torch.zeros_like(engine.topk)

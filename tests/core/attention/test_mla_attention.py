@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dsv4attn.core.attention import mla_attention
+from dsv4attn.core.attention.checks import check_insert
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.memory.workspace import WorkspaceManager, use_workspace
@@ -69,6 +72,66 @@ def test_the_bound_layer_computes_what_the_plain_function_computes(kind: LayerKi
     )
     assert torch.equal(expected, out)
     assert out.float().abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+def test_a_step_of_an_engine_with_metadata_of_its_own_is_that_of_the_ops(kind: LayerKind) -> None:
+    case, own = bound_layer(kind), bound_layer(kind)
+    expected, layer, q = case.run(), own.layer, own.q.clone()
+    with set_forward_context(own.metadata) as context:
+        metadata = context.for_layer(layer.prefix, layer.swa_prefix, kind)
+    assert metadata is not None
+    assert layer.caches is not None
+    sink, layer.attn_sink, space, layer.workspace = layer.attn_sink, None, WorkspaceManager(), None
+    layer.insert_step(metadata, layer.caches, space, metadata.swa.slot_mapping, q, own.kv, own.positions)
+    topk, out = layer.topk_indices_buffer, torch.empty_like(q)
+    layer.attend_step(metadata, layer.caches, space, topk, sink, q, own.positions, out)
+
+    assert torch.equal(out, expected)
+    assert space.total_bytes
+
+
+class OnGPU(Tensor):
+    """A tensor whose values no check reads."""
+
+    is_cpu = False
+
+
+def test_on_a_gpu_arguments_of_an_insert_are_checked_once_for_each_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[int] = []
+
+    def counted(q: Tensor, *arguments: Any) -> None:
+        checks.append(len(q))
+        check_insert(q, *arguments)
+
+    monkeypatch.setattr(mla_attention, "check_insert", counted)
+    monkeypatch.setattr(mla_attention, "_checked", {})
+    # layers with caches of one signature, and one with pages of another number
+    layers = [bound_layer(LayerKind.SWA, f"layers.{i}").layer for i in range(3)]
+    pages = [PagedKVCache.allocate(LAYOUT, number, 4) for number in (8, 8, 7)]
+    for layer, cache in zip(layers, pages, strict=True):
+        layer.bind_kv_cache(cache)
+    heads, dim = layers[0].geometry.num_heads, layers[0].geometry.head_dim
+    queries = torch.randn(2, 100, heads, dim).bfloat16()
+
+    def insert(rows: int, layer: Any, kv: Tensor) -> None:
+        q, numbers = queries[0, :rows].as_subclass(OnGPU), torch.arange(rows) % 8
+        layer.insert_step(None, layer.caches, None, numbers, q, kv[:rows, 0], numbers)
+
+    for rows in (3, 3, 5, 3):
+        for layer in layers[:2]:
+            insert(rows, layer, queries[1])
+    assert checks == [3, 5]
+    insert(3, layers[2], queries[1])
+    assert checks == [3, 5, 3]
+    # addresses are not in a signature
+    with pytest.raises(ArgumentError, match=r"^q: expected memory apart from that of kv"):
+        insert(3, layers[0], queries[0])
+    with pytest.raises(ArgumentError, match=r"^kv: expected \[T, D\] bfloat16"):
+        insert(3, layers[0], queries[1].float())
+    for rows in range(10, 90):
+        insert(rows, layers[0], queries[1])
+    assert len(mla_attention._checked) <= mla_attention._MOST_CHECKED
 
 
 def test_a_warm_up_reserves_the_plan_zeroes_the_output_and_touches_no_cache() -> None:

@@ -16,6 +16,7 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, FlashMLASparseMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as indices
+from dsv4attn.core.torch_ops.selection import select_all
 from dsv4attn.testing.kit.random_step import StepFixture
 from tests.core.attention.strategies import examples, scenarios, searched
 from tests.harness import BUILDER_OPS, all_builder_ops
@@ -345,3 +346,13 @@ def test_an_entry_number_out_of_bounds_is_absent(garbage: int) -> None:
     )
 
     assert slots.tolist() == [[-1, 1]]
+
+
+def test_select_all_takes_rows_and_columns_of_a_larger_buffer() -> None:
+    buffer = torch.full((5, 6), 9, dtype=INT)
+
+    select_all(torch.tensor([0, 2, 4, 7], dtype=INT), buffer[:4, :4])
+
+    assert buffer[:4, :4].tolist() == [[-1] * 4, [0, 1, -1, -1], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert (buffer[4] == 9).all()
+    assert (buffer[:, 4:] == 9).all()
