@@ -173,7 +173,9 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
         if not (target == layer or target in rule_of(layer) or names_backend):
             messages.append(f"{module}:{line}: {layer} may not import {target} ({name})")
     banned = forbidden_torch(module)
-    messages += [f"{module}:{line}: may not name torch.{part}" for line, part in torch_parts(tree) if part in banned]
+    if any(part in source for part in banned):
+        named = [(line, part) for line, part in torch_parts(tree) if part in banned]
+        messages += [f"{module}:{line}: may not name torch.{part}" for line, part in named]
     return messages
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve, field, frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -40,6 +39,7 @@ from tests.backends._triton.layer import test_select_topk
 from tests.backends._triton.layer.test_select_topk import LOWEST, interpreted, selected_by_oracle
 from tests.backends.sm90.test_index_logits import DEVICE, drawn_call, hopper
 from tests.backends.sm90.test_index_select import in_two_steps, of_whole_numbers, selected
+from tests.core.attention.strategies import searched
 from tests.programs import import_text
 
 UNTOUCHED = 77
@@ -129,7 +129,7 @@ cases = st.builds(
 )
 
 
-@given(cases, st.integers(0, 3))
+@searched(100, case=cases, number=st.integers(0, 3))
 def test_the_largest_are_selected_whatever_the_scores_are(case: Case, number: int) -> None:
     those = forms(case.topk, case.entries)
     assert case.agrees(those[number % len(those)])
