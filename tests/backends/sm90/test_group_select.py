@@ -135,6 +135,7 @@ def test_the_largest_are_selected_whatever_the_scores_are(case: Case, number: in
     assert case.agrees(those[number % len(those)])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("maxima", [True, False])
 def test_every_kind_of_scores(kind: str, maxima: bool) -> None:
