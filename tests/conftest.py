@@ -42,9 +42,11 @@ def _prepare() -> None:
     if not torch.accelerator.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        from tests.fast_interpreter.history import quick_history
         from tests.fast_interpreter.patches import patch_interpreter
 
         patch_interpreter()
+        quick_history()
 
     # the package that the sm120 backend can call stands next to the environment: see the Makefile.
     sys.path.append(str(Path(sys.prefix) / "flashinfer"))

@@ -173,7 +173,9 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
         if not (target == layer or target in rule_of(layer) or names_backend):
             messages.append(f"{module}:{line}: {layer} may not import {target} ({name})")
     banned = forbidden_torch(module)
-    messages += [f"{module}:{line}: may not name torch.{part}" for line, part in torch_parts(tree) if part in banned]
+    if any(part in source for part in banned):
+        named = [(line, part) for line, part in torch_parts(tree) if part in banned]
+        messages += [f"{module}:{line}: may not name torch.{part}" for line, part in named]
     return messages
 
 
@@ -186,11 +188,13 @@ def module_name(path: Path) -> str:
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
+def test_a_file_imports_only_what_its_layer_may() -> None:
+    broken: list[str] = []
+    for path in FILES:
+        source = path.read_text(encoding="utf-8")
+        broken += violations(source, module_name(path), is_package=path.name == "__init__.py")
 
-    assert violations(source, module_name(path), is_package=path.name == "__init__.py") == []
+    assert broken == []
 
 
 def test_the_rules_saw_the_package() -> None:
@@ -345,12 +349,9 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("module", "source", "said"), PLANTED)
-def test_a_planted_violation_is_caught(module: str, source: str, said: str) -> None:
-    messages = violations(source, module)
-
-    assert len(messages) >= 1
-    assert said in " ".join(messages)
+def test_a_planted_violation_is_caught() -> None:
+    for module, source, said in PLANTED:
+        assert said in " ".join(violations(source, module)), f"{module}: {source}"
 
 
 ALLOWED = [
@@ -373,6 +374,6 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize(("module", "source", "is_package"), ALLOWED)
-def test_what_the_design_allows_is_allowed(module: str, source: str, is_package: bool) -> None:
-    assert violations(source, module, is_package=is_package) == []
+def test_what_the_design_allows_is_allowed() -> None:
+    for module, source, is_package in ALLOWED:
+        assert violations(source, module, is_package=is_package) == []

@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,7 +36,7 @@ from dsv4attn.testing.kit.factories import tiny_geometry
 from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.attention.mutants import mutate
 from tests.backends._triton.cache.caches import DEVICE
-from tests.core.attention.strategies import examples
+from tests.core.attention.strategies import searched
 from tests.harness import all_kinds, assert_same_bits, same_bits
 
 MODEL = tiny_geometry()
@@ -112,8 +111,7 @@ def extended(metadata: Any) -> tuple[DeepseekV4ROCMAiterSparseSWAMetadata, Deeps
 # what the lists hold
 
 
-@given(rng=st.randoms(use_true_random=False))
-@examples(40)
+@searched(40, rng=st.randoms(use_true_random=False))
 def test_every_row_is_what_torch_puts_into_the_dense_table(rng: Random) -> None:
     """Slots in their places, -1 where a block is gone, and no row for a token that sees nothing."""
     requests, seed = requests_of(rng), rng.randrange(2**31)

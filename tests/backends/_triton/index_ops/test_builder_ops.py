@@ -10,7 +10,6 @@ import attrs
 import pytest
 import torch
 from attrs import fields
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +41,7 @@ from tests.backends._triton.index_ops.index_trials import (
     table_of,
     to_device,
 )
-from tests.core.attention.strategies import examples, other_windows, scenarios, searched
+from tests.core.attention.strategies import other_windows, scenarios, searched
 from tests.harness import slots_of
 
 RANDOMS = st.randoms(use_true_random=False)
@@ -131,8 +130,7 @@ all_ops = pytest.mark.parametrize("make", OPS)
 
 
 @all_ops
-@given(rng=RANDOMS)
-@examples(60)
+@searched(60, rng=RANDOMS)
 def test_an_op_equals_its_definition(make: Callable[[Random], Trial], rng: Random) -> None:
     with small_rounds(kernels):
         assert make(rng).agrees(kernels)

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from attrs import evolve
-from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -41,7 +40,7 @@ from tests.backends._triton.index_ops.index_trials import (
     to_device,
 )
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
-from tests.core.attention.strategies import examples
+from tests.core.attention.strategies import searched
 from tests.harness import FORM_NAMES, assert_same_bits, backend_of
 
 RANDOMS = st.randoms(use_true_random=False)
@@ -85,8 +84,7 @@ all_ops = pytest.mark.parametrize("make", OPS)
 
 
 @all_ops
-@given(rng=RANDOMS)
-@examples(60)
+@searched(60, rng=RANDOMS)
 def test_an_op_equals_its_definition(make: Callable[[Random], Trial], rng: Random) -> None:
     with small_rounds(kernels, ragged):
         assert make(rng).agrees(kernels)

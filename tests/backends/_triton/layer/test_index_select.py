@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -33,6 +32,7 @@ from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.layer import kernels_scored as kernels_index_select
 from tests.backends._triton.layer import scored as index_select
 from tests.backends._triton.layer.test_select_topk import KINDS, interpreted, selected_by_oracle
+from tests.core.attention.strategies import searched
 from tests.programs import import_text
 
 UNTOUCHED = 77
@@ -116,7 +116,7 @@ cases = st.builds(
 )
 
 
-@given(cases)
+@searched(100, case=cases)
 def test_the_largest_are_selected_whatever_the_scores_are(case: Case) -> None:
     assert case.agrees()
 

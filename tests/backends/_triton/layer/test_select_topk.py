@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import field, frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -30,6 +29,7 @@ from dsv4attn.backends._triton.layer.selection import scratch
 from dsv4attn.testing.oracle import layer as oracle_layer
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import planted
+from tests.core.attention.strategies import searched
 
 UNTOUCHED = 77
 FURTHER_COLUMNS = 80
@@ -205,7 +205,7 @@ def drawn(seed: int, **given_fields: Any) -> Case:
     return Case(seed, **{**fields, **given_fields})
 
 
-@given(cases)
+@searched(100, case=cases)
 def test_the_largest_are_selected_whatever_the_scores_are(case: Case) -> None:
     with few_in_registers():
         assert case.agrees()

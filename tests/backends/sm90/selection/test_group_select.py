@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve, field, frozen
-from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -40,8 +39,14 @@ from dsv4attn.tools.cli.common import geometry_of
 from dsv4attn.tools.cli.compile import bounds_of
 from tests.backends._triton.layer import test_select_topk
 from tests.backends._triton.layer.test_select_topk import LOWEST, interpreted, selected_by_oracle
+<<<<<<< HEAD:tests/backends/sm90/selection/test_group_select.py
 from tests.backends.sm90.indexer.test_launch import DEVICE, drawn_call, hopper
 from tests.backends.sm90.selection.test_index_select import in_two_steps, of_whole_numbers, selected
+=======
+from tests.backends.sm90.test_index_logits import DEVICE, drawn_call, hopper
+from tests.backends.sm90.test_index_select import in_two_steps, of_whole_numbers, selected
+from tests.core.attention.strategies import searched
+>>>>>>> speedtests:tests/backends/sm90/test_group_select.py
 from tests.programs import import_text
 
 UNTOUCHED = 77
@@ -131,12 +136,13 @@ cases = st.builds(
 )
 
 
-@given(cases, st.integers(0, 3))
+@searched(100, case=cases, number=st.integers(0, 3))
 def test_the_largest_are_selected_whatever_the_scores_are(case: Case, number: int) -> None:
     those = forms(case.topk, case.entries)
     assert case.agrees(those[number % len(those)])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("maxima", [True, False])
 def test_every_kind_of_scores(kind: str, maxima: bool) -> None:
@@ -193,26 +199,29 @@ def form_lengths(form: Form) -> list[int]:
     return [0, *filter(None, (form.short, form.direct, 8 * form.middle))]
 
 
-def call_of(each: int, page: int = 64, heads: int = 64) -> dict[str, Any]:
-    """14 tokens whose scores are exact in any order of their sums, of requests of `each` tokens."""
-    call = drawn_call(14, page, heads)
-    if page == 64:
-        call = of_whole_numbers(call)
+def call_of(each: int, page: int = 64, heads: int = 64, tokens: int = 14) -> dict[str, Any]:
+    """Tokens whose scores are exact in any order of their sums, of requests of `each` tokens."""
+    call = of_whole_numbers(drawn_call(tokens, page, heads))
     token_map = call["token_map"]
-    return {**call, "token_map": evolve(token_map, block_table=token_map.block_table.repeat(5, 1)[: 14 // each])}
+    return {**call, "token_map": evolve(token_map, block_table=token_map.block_table.repeat(5, 1)[: tokens // each])}
+
+
+def by_torch(**arguments: Any) -> None:
+    torch_selection.select_topk(**arguments)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a device has other kernels")
 @pytest.mark.parametrize("groups", [0, 256])
 @pytest.mark.parametrize("each", [1, 7])
 @pytest.mark.parametrize("most", [1, 2**27])
-def test_the_same_entries_are_selected_as_in_two_steps(
+@pytest.mark.pairwise
+def test_the_same_entries_are_selected_as_by_torch(
     each: int, groups: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of requests of one token and of more, with and without groups, all rows at once and one after the other."""
     call, form = call_of(each), Form(512, groups, 8, 31, 64 if each > 1 else 0) if groups else Form(2048)
     monkeypatch.setattr(group_select, "form_of", lambda *_, **__: form)
-    expected, _ = selected(in_two_steps, call, 33)
+    expected, _ = selected(by_torch, call, 33)
     monkeypatch.setattr(scratch, "BYTES", most)
     actual, launched = selected(Sm90Backend().layer_ops.select_topk, call, 33)
 
@@ -268,7 +277,7 @@ def odd_call_agrees(seed: int, module: ModuleType = group_select) -> bool:
 
 @interpreted
 def test_odd_calls_are_selected_from_as_by_torch() -> None:
-    assert all(odd_call_agrees(seed) for seed in range(12))
+    assert all(odd_call_agrees(seed) for seed in range(8))
 
 
 @interpreted
@@ -288,13 +297,13 @@ def test_scores_of_a_tile_and_its_maxima_are_within_a_row() -> None:
 
 @pytest.mark.parametrize("case", ["heads", "page", "many entries", "slower", "deterministic"])
 def test_what_it_does_not_serve_is_selected_in_two_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = call_of(1, 48 if case == "page" else 64, 32 if case == "heads" else 64)
+    call = call_of(1, 48 if case == "page" else 64, 32 if case == "heads" else 64, tokens=5)
     if case == "slower":
         monkeypatch.setattr(group_select, "by_groups", lambda *_: False)
     topk = 1025 if case == "many entries" else 9
     actual, launched = selected(Sm90Backend(deterministic=case == "deterministic").layer_ops.select_topk, call, topk)
 
-    assert torch.equal(actual, selected(in_two_steps, call, topk)[0])
+    assert torch.equal(actual, selected(by_torch, call, topk)[0])
     assert "choose_groups_kernel" not in launched
     if case in {"heads", "page"}:
         assert not group_select.select(**call, out=actual, max_entries=900, score_rows=ops.score)
@@ -394,6 +403,16 @@ BUGS = {
     "NaN in maxima": ("known_of(score, entry <", "known_of(tl.where(score == score, score, 1e9), entry <"),
     "maxima of the next group": ("start // EACH + tl.arange(0,", "start // EACH + 1 - tl.arange(0,"),
 }  # fmt: skip
+OF_CALLS = {
+    "a later request's table",
+    "an earlier request's table",
+    "columns of no request",
+    "unseen entries in maxima",
+    "groups of a longer row",
+    "NaN in maxima",
+    "maxima of the next group",
+}
+"""Bugs of what is around the selection of a row: calls with keys and tables find them."""
 
 
 @pytest.mark.mutation
@@ -408,12 +427,15 @@ def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
     kernels = import_text(tmp_path / f"planted_kernels_{tmp_path.name}.py", text)
     copy = import_text(tmp_path / f"planted_{tmp_path.name}.py", inspect.getsource(group_select))
     vars(copy).update({name: getattr(kernels, name) for name in ("choose_groups_kernel", "score_groups_kernel")})
-    agreed = all(odd_call_agrees(seed, copy) for seed in range(14)) and all(
+    if name in OF_CALLS:
+        assert not all(odd_call_agrees(seed, copy) for seed in range(14))
+        return
+    agreed = at_the_lengths_of_forms("normal", copy) and all(
         Case(seed, kind, topk, entries, [1000, 997, 300, 9], maxima=seed % 2 == 0).agrees(form, copy)
+        for topk, entries in ((8, 17), (3, 40), (4, 499))
         for seed in range(2)
         for kind in ("normal", "few values", "odd", "nan", "ascending", "fewer than selected")
-        for topk, entries in ((4, 499), (3, 40), (8, 17))
         for form in forms(topk, entries)
     )
-    agreed = agreed and at_the_lengths_of_forms("normal", copy)
     assert agreed is not bool(name)
+    assert name or all(odd_call_agrees(seed, copy) for seed in range(14))
