@@ -151,7 +151,7 @@ def _bench_cases(_: click.Context, __: str) -> Words:
 
 
 def _listed(path: str) -> Callable[[click.Context, str], Words]:
-    """The words of a table, "module:name", which is imported when a word is completed. Texts of a dict are its values."""
+    """The words of a table, "module:name", imported when a word is completed. Texts of a dict are its values."""
 
     def words_of(_: click.Context, __: str) -> Words:
         module, _, name = path.partition(":")
