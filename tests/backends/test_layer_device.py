@@ -232,6 +232,34 @@ def test_replays_of_a_captured_layer_equal_eager_steps(name: str) -> None:
             assert off < 1e-2
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_replays_read_changed_weights_after_refresh(name: str) -> None:
+    """A replay looks at no weight. The fp32 copies of bf16 sinks stay where they are, so a refreshed one is read."""
+    weights = {
+        i: {key: value.bfloat16() for key, value in random_weights(MODEL, i, device="cuda").items()} for i in range(3)
+    }
+    sized = {"geometry": MODEL, "limits": LIMITS, "dtype": torch.bfloat16, "device": "cuda", "weights": weights}
+    stack = LayerStack(load_backend(name), FP8, **sized)  # type: ignore[arg-type]
+    sequences = [stack.manager.new() for _ in range(4)]
+    for seed, sequence in enumerate(sequences):
+        stack.step([(sequence, 130)], stack.hidden(seed, 130))
+    graph = Graph(stack)
+    before = graph.step([(sequence, 1) for sequence in sequences], stack.hidden(50, 4))
+    for layer_weights in weights.values():
+        layer_weights["attn_sink"].add_(6)
+
+    graph.graph.replay()
+    assert max(errors(graph.out, before)) < 1e-2
+    for layer in stack.layers:
+        layer.refresh()
+    graph.graph.replay()
+    refreshed = [out.clone() for out in graph.out]
+    assert min(errors(refreshed, before)) > 0.1
+    graph.metadata = graph._build()
+    with torch.no_grad():
+        assert max(errors(refreshed, graph._run())) < 1e-2
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("no_waits")
 @pytest.mark.parametrize("name", NAMES)

@@ -155,7 +155,8 @@ def test_g3_the_reference_is_launched_in_all_its_forms() -> None:
 
 
 def test_g3_the_generic_backend_is_launched_in_both_phases() -> None:
-    if not DeviceFacts.here().has_triton:
+    facts = DeviceFacts.here()
+    if facts.triton_version is None or not (facts.interpreted or facts.kind in ("cuda", "hip", "xpu")):
         pytest.skip("no Triton on this machine")
     assert {str(config) for config in CONFIGS} >= {"triton-decode", "triton-prefill"}
 

@@ -21,7 +21,13 @@ def tensor_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(4).to(dtype)
 
 
+def written_in_inference_mode(tensor: Tensor) -> None:
+    with torch.inference_mode():
+        tensor.add_(1)
+
+
 WRITES: list[Callable[[Tensor], object]] = [
+    written_in_inference_mode,
     lambda t: t.add_(1),
     lambda t: t[1:].zero_(),
     lambda t: t.detach().zero_(),
@@ -52,6 +58,19 @@ def test_what_is_seen_of_a_tensor(change: Callable[[Tensor], object]) -> None:
     assert state.holds(tensor) is (change in UNSEEN)
     assert place.holds(tensor) is (change not in MOVES)
     assert TensorState(tensor).holds(tensor)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_a_step_of_an_optimizer_is_seen_unless_it_is_fused(name: str, fused: bool) -> None:
+    parameter = torch.nn.Parameter(tensor_of((4, 4)))
+    before, parameter.grad = parameter.detach().clone(), torch.ones(4, 4)
+    state = TensorState(parameter)
+
+    getattr(torch.optim, name)([parameter], lr=0.1, fused=fused).step()
+
+    assert not torch.equal(parameter, before)
+    assert state.holds(parameter) is fused
 
 
 def test_only_the_tensor_itself_has_the_state() -> None:

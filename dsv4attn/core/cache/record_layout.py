@@ -7,7 +7,7 @@ compare fingerprints, and a difference raises before any launch.
 from __future__ import annotations
 
 from enum import Enum
-from math import gcd, lcm
+from math import gcd
 
 import torch
 from attrs import asdict, evolve, field, frozen, validators
@@ -257,14 +257,6 @@ class KVCacheLayout:
         arrangement: as in `v41_fp8`; pages of SPLIT are aligned to 256 bytes.
         """
         return cls.of_record("v41_fp4", nope_dim, rope_dim, arrangement=arrangement)
-
-    def page_aligned_with(self, other: KVCacheLayout) -> KVCacheLayout:
-        """This layout with pages that are whole multiples of the other's alignment too.
-
-        For caches that take pages of one block of memory: V4.1's interleaved pages are then whole records of either.
-        other: the layout of the other cache.
-        """
-        return evolve(self, page_alignment=lcm(self.page_alignment, other.page_alignment))
 
     @classmethod
     def rows(cls, nope_dim: int = 448, rope_dim: int = 64, *, dtype: torch.dtype = torch.bfloat16) -> KVCacheLayout:

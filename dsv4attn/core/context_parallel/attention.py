@@ -26,7 +26,6 @@ from dsv4attn.core.memory.rank_buffers import (
     ARENA,
     all_heads,
     attention_bytes,
-    divided_specs,
     merge_specs,
     part_tokens,
     piece_bytes,
@@ -164,8 +163,11 @@ def merge_over_ranks(
 
 def _views(context: RankExchange, out: Tensor, workspace: WorkspaceManager, rank_ops: RankOps) -> list[Tensor]:
     tokens, heads, dim = out.shape
-    make_specs = divided_specs if context.divides_heads else merge_specs
-    specs = make_specs(context.ownership.size, tokens, heads, dim, out.dtype, merge_scratch=rank_ops.merge_scratch)
+    specs = merge_specs(
+        *(context.ownership.size, tokens, heads, dim, out.dtype),
+        divides_heads=context.divides_heads,
+        merge_scratch=rank_ops.merge_scratch,
+    )
     return workspace.get_simultaneous(*specs, arena=ARENA, caller=f"attention on {context.label}")
 
 

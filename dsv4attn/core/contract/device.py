@@ -162,11 +162,6 @@ class DeviceFacts:
         """
         return any(fnmatchcase(name, pattern) for name in (self.arch, self.kind) for pattern in patterns)
 
-    @property
-    def has_triton(self) -> bool:
-        """Whether Triton kernels can run: on an accelerator that Triton supports, or interpreted on the CPU."""
-        return self.triton_version is not None and (self.kind in ("cuda", "hip", "xpu") or self.interpreted)
-
     def __str__(self) -> str:
         versions = f"torch {self.torch_version or 'missing'}  triton {self.triton_version or 'missing'}"
         notes = f"{'  interpreted' if self.interpreted else ''}{'' if self.present else '  described, not here'}"

@@ -95,7 +95,7 @@ class PhasedBackend(Backend):
         counts = [backend.warmup(bounds, device) for backend in self._both]
         facts = DeviceFacts.here(device)
         first, *_, last = (set(backend.kernel_variants(bounds, facts)) for backend in (*self._both, self._prefill))
-        # a variant may be compiled more than once, for 32-bit and 64-bit offsets on AMD
+        # a variant may be compiled more than once, for 32-bit and 64-bit offsets on some devices
         shared = len(first & last) * counts[1] // len(last) if len(counts) > 1 and last else 0
         return sum(counts) - shared
 

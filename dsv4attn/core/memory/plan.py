@@ -13,7 +13,6 @@ from dsv4attn.core.memory.rank_buffers import ARENA as RANKS
 from dsv4attn.core.memory.rank_buffers import (
     KEYS_ARENA,
     all_heads,
-    divided_bytes,
     key_bytes,
     merge_bytes,
     selection_transient_bytes,
@@ -82,8 +81,8 @@ def plan_workspace(
     check_type("layout", layout, KVCacheLayout, cure="pass KVCacheLayout.fp8_ds_mla() or .rows(...)")
     exchanged = 0
     if ranks is not None and layer.has_entries:
-        needed = divided_bytes if divides_heads else merge_bytes
-        exchanged = needed(ranks, layer, limits, q_dtype, merge_scratch=backend.rank_ops.merge_scratch)
+        merge_scratch = backend.rank_ops.merge_scratch
+        exchanged = merge_bytes(ranks, layer, limits, q_dtype, divides_heads=divides_heads, merge_scratch=merge_scratch)
         # the backend attends with the heads of all ranks
         layer = all_heads(layer, ranks) if divides_heads else layer
     bounds = prefill_bounds(layer, limits, backend, layout)

@@ -31,8 +31,6 @@ __all__ = [
     "all_heads",
     "attention_bytes",
     "candidate_bytes",
-    "divided_bytes",
-    "divided_specs",
     "key_bytes",
     "key_specs",
     "key_tokens",
@@ -58,6 +56,8 @@ PART_TOKENS = 512
 """Least tokens of a prefill chunk that is cut off, so that its exchange overlaps the attention of the next chunk."""
 MOST_SHARES = 4
 """Most pieces of a rank's share of a prefill."""
+ALL_HEADS_VIEWS = 3
+"""The last views of `merge_specs` where ranks divide heads: q, out and lse of all heads."""
 _FP32 = torch.float32
 _SORTING = 64
 """Bytes for each candidate of all ranks while the best are found: numbers, scores, and their orders in 64 bits."""
@@ -104,22 +104,26 @@ def merge_specs(
     dim: int,
     dtype: torch.dtype,
     *,
+    divides_heads: bool = False,
     merge_scratch: MergeScratch = merge.merge_scratch,
 ) -> tuple[BufferSpec, ...]:
     """Views of attention over ranks: of all tokens, lse; of a piece, what is sent and received, and merge scratch.
 
-    dtype: of q. Where tokens are more than a piece, what is sent and received has a second place, for the next piece.
-    merge_scratch: of `RankOps`.
+    heads, dim, dtype: of q on one rank. Where tokens are more than a piece, what is sent and received has a second
+    place, for the next piece. divides_heads: what is sent has a part for each rank then, queries are gathered where
+    parts are received later, and the last views are q, out and lse of all heads. merge_scratch: of `RankOps`.
     """
     size = dtype.itemsize
     rows = min(piece_rows(ranks, attention_bytes(heads, dim, size)), tokens)
     _, sent = piece_bytes(rows, heads, dim, size)
-    places = 2 if rows < tokens else 1
+    places, every = 2 if rows < tokens else 1, (tokens, ranks * heads)
+    of_all_heads = ((*every, dim), dtype), ((*every, dim), dtype), (every, _FP32)
     return (
         ((tokens, heads), _FP32),
-        ((places, sent), torch.uint8),
+        ((places, ranks * sent if divides_heads else sent), torch.uint8),
         ((places, ranks * sent), torch.uint8),
         *merge_scratch(rows, heads, dim),
+        *(of_all_heads if divides_heads else ()),
     )
 
 
@@ -129,22 +133,20 @@ def merge_bytes(
     limits: Limits,
     q_dtype: torch.dtype | None = None,
     *,
+    divides_heads: bool = False,
     merge_scratch: MergeScratch = merge.merge_scratch,
 ) -> int:
     """Bytes of ARENA for any step within limits. Layers without entries need none.
 
-    q_dtype: of q; None: bf16 or fp32. merge_scratch: of `RankOps`.
+    layer: with the heads of one rank. q_dtype: of q; None: bf16 or fp32. divides_heads, merge_scratch: as in
+    `merge_specs`.
     """
     if not layer.has_entries:
         return 0
-    tokens = limits.max_num_batched_tokens
+    sizes = ranks, limits.max_num_batched_tokens, layer.num_heads, layer.head_dim
     dtypes = (torch.bfloat16, _FP32) if q_dtype is None else (q_dtype,)
-    return max(
-        simultaneous_bytes(
-            merge_specs(ranks, tokens, layer.num_heads, layer.head_dim, dtype, merge_scratch=merge_scratch)
-        )
-        for dtype in dtypes
-    )
+    views = (merge_specs(*sizes, t, divides_heads=divides_heads, merge_scratch=merge_scratch) for t in dtypes)
+    return max(map(simultaneous_bytes, views))
 
 
 def selection_transient_bytes(ranks: int, layer: LayerGeometry, max_tokens: int) -> int:
@@ -199,10 +201,6 @@ def key_bytes(ranks: int, layer: LayerGeometry, limits: Limits, layout: KVCacheL
     return sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
-ALL_HEADS_VIEWS = 3
-"""The last views of `divided_specs`: q, out and lse of all heads."""
-
-
 @lru_cache(maxsize=256)
 def all_heads(layer: LayerGeometry, ranks: int) -> LayerGeometry:
     """A layer with the heads of all ranks; the same object for equal layers, as prepared steps are keyed by it.
@@ -210,47 +208,3 @@ def all_heads(layer: LayerGeometry, ranks: int) -> LayerGeometry:
     layer: with the heads of one rank. Every rank has as many.
     """
     return evolve(layer, num_heads=layer.num_heads * ranks)
-
-
-def divided_specs(
-    ranks: int,
-    tokens: int,
-    heads: int,
-    dim: int,
-    dtype: torch.dtype,
-    *,
-    merge_scratch: MergeScratch = merge.merge_scratch,
-) -> tuple[BufferSpec, ...]:
-    """Views of attention over ranks with `heads` heads each: those of `merge_specs`, then q, out and lse of all heads.
-
-    What is sent has a part for each rank, and queries are gathered where parts are received later. dtype: of q.
-    """
-    lse, ((places, sent), kind), *others = merge_specs(ranks, tokens, heads, dim, dtype, merge_scratch=merge_scratch)
-    every = tokens, ranks * heads
-    return (
-        lse,
-        ((places, ranks * sent), kind),
-        *others,
-        ((*every, dim), dtype),
-        ((*every, dim), dtype),
-        (every, torch.float32),
-    )
-
-
-def divided_bytes(
-    ranks: int,
-    layer: LayerGeometry,
-    limits: Limits,
-    q_dtype: torch.dtype | None = None,
-    *,
-    merge_scratch: MergeScratch = merge.merge_scratch,
-) -> int:
-    """`merge_bytes` of ranks that divide heads. layer: with the heads of one rank."""
-    tokens = limits.max_num_batched_tokens
-    dtypes = (torch.bfloat16, torch.float32) if q_dtype is None else (q_dtype,)
-    return max(
-        simultaneous_bytes(
-            divided_specs(ranks, tokens, layer.num_heads, layer.head_dim, dtype, merge_scratch=merge_scratch)
-        )
-        for dtype in dtypes
-    )

@@ -7,6 +7,7 @@ file that cannot be read, there is nothing to complete, and the user sees no err
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -134,24 +135,6 @@ def _options_of_backend(ctx: click.Context, _: str) -> Words:
     return {f"{key}=": f"default {default!r}" for key, default in registered(name).info.options.items()} if name else {}
 
 
-def _models(_: click.Context, __: str) -> Words:
-    from dsv4attn.core.model.geometry import PRESETS, SHORT_NAMES
-
-    return {**SHORT_NAMES, **dict.fromkeys(PRESETS, "")}
-
-
-def _layers(_: click.Context, __: str) -> Words:
-    from dsv4attn.core.model.geometry import LayerKind
-
-    return {kind.value: "" for kind in LayerKind}
-
-
-def _caches(_: click.Context, __: str) -> Words:
-    from dsv4attn.tools.replay.names import CACHES
-
-    return dict.fromkeys(CACHES, "")
-
-
 def _measurements(ctx: click.Context, incomplete: str) -> Words:
     """What `bench` measures."""
     from dsv4attn.tools.bench.cases import MEASUREMENTS
@@ -167,30 +150,31 @@ def _bench_cases(_: click.Context, __: str) -> Words:
     return {name: preset.model for name, preset in PRESETS.items()}
 
 
-def _context_cases(_: click.Context, __: str) -> Words:
-    from dsv4attn.tools.bench.cases import CONTEXT_CASES
+def _listed(path: str) -> Callable[[click.Context, str], Words]:
+    """The words of a table, "module:name", imported when a word is completed. Texts of a dict are its values."""
 
-    return dict.fromkeys(CONTEXT_CASES, "")
+    def words_of(_: click.Context, __: str) -> Words:
+        module, _, name = path.partition(":")
+        table = getattr(importlib.import_module(module), name)
+        texts = table if isinstance(table, Mapping) else dict.fromkeys(getattr(w, "value", w) for w in table)
+        return {word: text if isinstance(text, str) else "" for word, text in texts.items()}
+
+    return words_of
 
 
-def _peers(_: click.Context, __: str) -> Words:
-    from dsv4attn.tools.bench.cases import PEER_NAMES
-
-    return dict.fromkeys(PEER_NAMES, "")
-
-
+_short_models, _presets = (_listed(f"dsv4attn.core.model.geometry:{name}") for name in ("SHORT_NAMES", "PRESETS"))
 files = _completer(lambda _, __: {}, or_file=True)
 traces = _completer(lambda _, __: dict.fromkeys(("short", "long", "-"), ""), or_file=True)
-models = _completer(_models, or_file=True)
+models = _completer(lambda ctx, text: {**_short_models(ctx, text), **_presets(ctx, text)}, or_file=True)
 devices = _completer(_named_devices)
 targets = _completer(_targets)
 torch_devices = _completer(_torch_devices)
 backends = _completer(lambda _, __: _registered())
 requests_of_backends = _completer(_requests)
 backend_options = _completer(_options_of_backend)
-layers = _completer(_layers)
-cache_formats = _completer(_caches)
+layers = _completer(_listed("dsv4attn.core.model.geometry:LayerKind"))
+cache_formats = _completer(_listed("dsv4attn.tools.replay.names:CACHES"))
 measurements = _completer(_measurements)
 bench_cases = several(_completer(_bench_cases))
-context_cases = several(_completer(_context_cases))
-peers = several(_completer(_peers))
+context_cases = several(_completer(_listed("dsv4attn.tools.bench.cases:CONTEXT_CASES")))
+peers = several(_completer(_listed("dsv4attn.tools.bench.cases:PEER_NAMES")))

@@ -19,7 +19,6 @@ from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory import rank_buffers
-from dsv4attn.core.memory.rank_buffers import divided_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind
 from tests.harness import FP32, REFERENCE_FORMS, SMALL, batch_of
@@ -148,7 +147,8 @@ def attention(
     own_sink = None if bool((sink == -inf).all()) else sink[mine].contiguous()
     context.__dict__["out"] = out
     if context.divides_heads:
-        views = workspace.get_simultaneous(*divided_specs(ownership.size, 121, 2, 32, dtype), arena=rank_buffers.ARENA)
+        specs = rank_buffers.merge_specs(ownership.size, 121, 2, 32, dtype, divides_heads=True)
+        views = workspace.get_simultaneous(*specs, arena=rank_buffers.ARENA)
         context.__dict__["out"] = views[-2].fill_(nan)
     call = ForwardCall(
         q[:, mine],

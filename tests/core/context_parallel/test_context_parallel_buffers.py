@@ -22,7 +22,6 @@ from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
-from dsv4attn.core.memory.rank_buffers import divided_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.arguments import TokenMap
@@ -76,7 +75,7 @@ def test_the_plan_holds_every_step_and_is_no_invention(
     heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, divides_heads: bool
 ) -> None:
     draw, layer = random.Random(heads), attrs.evolve(C4A, num_heads=heads)
-    specs_of = divided_specs if divides_heads else rank_buffers.merge_specs
+    specs_of = partial(rank_buffers.merge_specs, divides_heads=divides_heads)
     for _ in range(100 if divides_heads else 200):
         monkeypatch.setattr(rank_buffers, "PIECE_BYTES", draw.choice([1, 1000, 20_000, 2**25]))
         limits, ranks = Limits(4, draw.randint(4, 200 if divides_heads else 300), 1024), draw.randint(1, 5)

@@ -16,7 +16,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
-from dsv4attn.core.memory.rank_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
+from dsv4attn.core.memory.rank_buffers import ALL_HEADS_VIEWS, all_heads, merge_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
@@ -67,7 +67,9 @@ def test_gathering_and_merging_allocate_nothing(dtype: torch.dtype, monkeypatch:
         plan_workspace(layer, Limits(4, tokens, 256), ReferenceBackend(), FP8, ranks=ranks, divides_heads=True)
     )
     workspace.lock()
-    lse, *views = workspace.get_simultaneous(*divided_specs(ranks, tokens, heads, dim, dtype), arena="ranks")
+    lse, *views = workspace.get_simultaneous(
+        *merge_specs(ranks, tokens, heads, dim, dtype, divides_heads=True), arena="ranks"
+    )
     scratch, (queries, outs, lses) = views[:-ALL_HEADS_VIEWS], views[-ALL_HEADS_VIEWS:]
     q = torch.randn(tokens, heads, dim + 1, generator=draw).to(dtype)[..., :dim]
     outs.copy_(torch.randn(outs.shape, generator=draw))

@@ -159,16 +159,23 @@ class Decoder:
 
     def __init__(self, model: str, form: str, weights: Mapping[str, Any], compiler: str | None = None) -> None:
         self.subject = Subject(model, form, {name: weights[name] for name in weights if not name.startswith("hc.")})
-        ops, norm, connections = self.subject.layer.backend.layer_ops, weights["hc.norm"], []
-        for _ in range(2):
-            mixes = HyperConnectionWeights(*(weights[f"hc.{name}"] for name in ("fn", "base", "scale")))
-            connections.append(HyperConnections(self.subject.geometry, mixes, ops, norm))
-        self.is_v41 = model == "v41"
+        ops, norm = self.subject.layer.backend.layer_ops, weights["hc.norm"]
+        mixes = HyperConnectionWeights(*(weights[f"hc.{name}"] for name in ("fn", "base", "scale")))
+        connections = [HyperConnections(self.subject.geometry, mixes, ops, norm) for _ in range(2)]
+        self.connections, self.is_v41 = connections, model == "v41"
         layer_class = DeepseekV41DecoderLayer if self.is_v41 else DeepseekV4DecoderLayer
         self.layer = layer_class(self.subject.layer, torch.tanh, *connections)
         self.compiled: Callable[..., Any] = self.layer
         if compiler is not None:
             self.compiled = torch.compile(self.layer, backend=compiler, fullgraph=True)
+
+    def replace(self, weights: Mapping[str, Any]) -> None:
+        """Give the layer and its hyper-connections other weights."""
+        subject, own = self.subject, {name: weights[name] for name in weights if not name.startswith("hc.")}
+        subject.layer.refresh(AttentionWeights.from_dict(own, subject.geometry, subject.index))
+        mixes = HyperConnectionWeights(*(weights[f"hc.{name}"] for name in ("fn", "base", "scale")))
+        for connections in self.connections:
+            connections.refresh(mixes, weights["hc.norm"])
 
     def run(self) -> list[Tensor]:
         """What the layer gives for a prompt."""
@@ -214,16 +221,23 @@ def decoder_weights(model: str, form: str) -> dict[str, Any]:
 # inductor warns about torch's own use of these when it is imported
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_decoder_layer_has_its_new_weights_after_every_change(model: str, form: str, compiler: str | None) -> None:
-    """All weights at once, in one way after another: in the next call, or after `refresh` where the table says so."""
+    """All weights at once, in one way after another: in the next call, or after `refresh` where the table says so.
+
+    In the end other weights take the place of all, by `refresh`.
+    """
     torch._dynamo.reset()
     weights = decoder_weights(model, form)
     decoder = Decoder(model, form, weights, compiler)
     last = decoder.run()
-    for seed, change in enumerate([*CHANGES, *UNSEEN]):
+    for seed, change in enumerate([*CHANGES, *UNSEEN, None]):
+        if change is None:
+            weights = {name: plain(weight) for name, weight in weights.items()}
         for weight in weights.values():
             for module, attribute, tensor in tensors_of(weight):
-                change(tensor, changed(tensor, seed), module, attribute)
-        if change in UNSEEN:
+                (change or in_place)(tensor, changed(tensor, seed), module, attribute)
+        if change is None:
+            decoder.replace(weights)
+        elif change in UNSEEN:
             decoder.layer.refresh()
         actual = decoder.run()
         anew = Decoder(model, form, {name: plain(weight) for name, weight in weights.items()}).run()
@@ -246,7 +260,7 @@ def test_each_row_of_the_table_in_the_docs_is_one_of_these() -> None:
         for name in names:
             assert any(row.strip().startswith(name) for row in shown[is_seen]), name
     assert len(shown[True]) == len(SEEN)
-    # and two rows that have tests of their own: replays, and other weights
+    # and two rows that have tests of their own: replays, in tests/backends/test_layer_device.py, and other weights
     assert len(shown[False]) == len(AFTER_REFRESH) + 2
 
 

@@ -20,7 +20,6 @@ import queue
 import subprocess
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from typing import IO
 
 import triton
 from attrs import frozen
+from filelock import FileLock, Timeout
 from triton.backends.compiler import GPUTarget
 
 from dsv4attn.backends._triton.compiling.aot import compile_for_gpu, is_cached, threads
@@ -259,45 +259,23 @@ def _sole_compiler(folder: Path) -> Iterator[None]:
     The block runs without the lock where there are no locks of files, where the directory cannot be written, or where
     the lock was not free for `_LONGEST_WAIT` seconds. The system frees the lock of a process that ends.
     """
-    descriptor = _locked(folder)
+    lock = FileLock(folder / LOCK_NAME, mode=0o666)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            _log.info("dsv4attn: another process compiles kernels into %s; this process waits", folder)
+            lock.acquire(_LONGEST_WAIT, _LOCK_INTERVAL)
+    except Timeout:
+        _log.warning("dsv4attn: another process compiles kernels for over %.0f s", _LONGEST_WAIT)
+    except (NotImplementedError, OSError):
+        # a file system without locks
+        pass
     try:
         yield
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _locked(folder: Path) -> int | None:
-    try:
-        import fcntl
-
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK_NAME, os.O_CREAT | os.O_RDWR, 0o666)
-    except (ImportError, OSError):
-        return None
-    deadline, is_told = time.monotonic() + _LONGEST_WAIT, False
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    _log.warning("dsv4attn: another process compiles kernels for over %.0f s", _LONGEST_WAIT)
-                    break
-            else:
-                return descriptor
-            if not is_told:
-                _log.info("dsv4attn: another process compiles kernels into %s; this process waits", folder)
-                is_told = True
-            time.sleep(_LOCK_INTERVAL)
-    except BaseException as error:
-        os.close(descriptor)
-        if isinstance(error, OSError):
-            # a file system without locks
-            return None
-        raise
-    os.close(descriptor)
-    return None
+        lock.release()
 
 
 def work() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import BenchRow
@@ -59,32 +58,12 @@ def days(runs: Sequence[Run]) -> str:
     return " and ".join(sorted({run.date.partition(" ")[0] for run in runs}))
 
 
-_FONTS = "family", "sans-serif", "serif", "monospace", "style", "stretch", "variant"
-"""Of matplotlib's settings, the fonts of a text."""
-
-
-@lru_cache
-def _empty() -> Figure:
-    """A figure in which texts are measured."""
-    from matplotlib.figure import Figure as New
-
-    return New(dpi=DPI)
-
-
 def text_width(text: str, points: float, weight: str = "normal") -> float:
     """Inches of a line of text in the fonts of matplotlib's settings."""
-    from matplotlib import rcParams
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
 
-    settings: Any = rcParams
-    return _text_width(text, points, weight, tuple(str(settings[f"font.{name}"]) for name in _FONTS))
-
-
-@lru_cache(maxsize=1024)
-def _text_width(text: str, points: float, weight: str, _: tuple[str, ...]) -> float:
-    measured = _empty().text(0, 0, text, fontsize=points, fontweight=weight)
-    width = float(measured.get_window_extent().width)
-    measured.remove()
-    return width / DPI
+    return float(TextPath((0, 0), text, prop=FontProperties(weight=weight, size=points)).get_extents().x1) / 72
 
 
 def _wrapped(text: str, points: float, inches: float) -> list[str]:
