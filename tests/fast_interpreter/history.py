@@ -8,7 +8,7 @@ import sys
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.contract.backend import Backend
-from dsv4attn.testing.random_step import StepFixture
+from dsv4attn.testing.kit.random_step import StepFixture
 
 __all__ = ["quick_history"]
 

@@ -39,14 +39,9 @@ from dsv4attn.tools.cli.common import geometry_of
 from dsv4attn.tools.cli.compile import bounds_of
 from tests.backends._triton.layer import test_select_topk
 from tests.backends._triton.layer.test_select_topk import LOWEST, interpreted, selected_by_oracle
-<<<<<<< HEAD:tests/backends/sm90/selection/test_group_select.py
 from tests.backends.sm90.indexer.test_launch import DEVICE, drawn_call, hopper
 from tests.backends.sm90.selection.test_index_select import in_two_steps, of_whole_numbers, selected
-=======
-from tests.backends.sm90.test_index_logits import DEVICE, drawn_call, hopper
-from tests.backends.sm90.test_index_select import in_two_steps, of_whole_numbers, selected
 from tests.core.attention.strategies import searched
->>>>>>> speedtests:tests/backends/sm90/test_group_select.py
 from tests.programs import import_text
 
 UNTOUCHED = 77
