@@ -154,7 +154,7 @@ def _listed(path: str) -> Callable[[click.Context, str], Words]:
     """The words of a table, "module:name", imported when a word is completed. Texts of a dict are its values."""
 
     def words_of(_: click.Context, __: str) -> Words:
-        module, _, name = path.partition(":")
+        module, name = path.split(":")
         table = getattr(importlib.import_module(module), name)
         texts = table if isinstance(table, Mapping) else dict.fromkeys(getattr(w, "value", w) for w in table)
         return {word: text if isinstance(text, str) else "" for word, text in texts.items()}
