@@ -134,8 +134,9 @@ def packages() -> list[str]:
                 modules |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 modules.add(node.module or "")
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
-                first = node.args[0]
-                modules |= {str(first.value)} if isinstance(first, ast.Constant) else set()
+            elif isinstance(node, ast.Call) and node.args:
+                name, first = getattr(node.func, "attr", getattr(node.func, "id", "")), node.args[0]
+                if name.endswith("import_module") and isinstance(first, ast.Constant):
+                    modules.add(str(first.value))
     tops = {name.partition(".")[0] for name in modules}
     return sorted(tops - {*sys.stdlib_module_names, "dsv4attn", "__future__"})

@@ -38,6 +38,7 @@ each_form = pytest.mark.parametrize("form", FORMS)
 each_mode = pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
 
 
+@pytest.mark.in_turn
 @each_mode
 @each_form
 def test_nothing_is_launched_that_was_not_announced(form: str, deterministic: bool) -> None:

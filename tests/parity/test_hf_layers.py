@@ -47,6 +47,7 @@ def outputs(stack: Stack, seen: list[hf.Trace], cuts: list[int]) -> list[Tensor]
     return [torch.cat(outs) for outs in zip(*parts, strict=True)]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_g23_a_layer_from_hidden_states_equals_the_published_model(seed: int, cuts: list[int]) -> None:

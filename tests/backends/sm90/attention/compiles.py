@@ -123,13 +123,15 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
     return facts
 
 
-def tile_forms(heads: Sequence[int], kinds: Sequence[tuple[int, KeyFormat]]) -> list[dict[str, Any]]:
+def tile_forms(
+    heads: Sequence[int], kinds: Sequence[tuple[int, KeyFormat]], lses: Sequence[bool] = (False, True)
+) -> list[dict[str, Any]]:
     """What each form of the kernels of one tile needs and does. kinds: numbers of segments, and formats of keys."""
     variants = [
         with_largest(form) if dict(form.types).get("lse", "none") != "none" else form
         for number in heads
         for segments, kind in kinds
-        for form in small_decode.variants(segments, kind, number, sinks=(True,), lses=(False, True))
+        for form in small_decode.variants(segments, kind, number, sinks=(True,), lses=lses)
     ]
     facts = []
     for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):
@@ -180,6 +182,10 @@ if __name__ == "__main__":
         results = tile_forms([*map(int, words[1:])], [(1, PAGES), (2, PAGES)])
     elif words[:1] == ["coded_tiles"]:
         results = tile_forms([*map(int, words[1:])], [(1, CODED[0]), *((2, kind) for kind in CODED)])
+    elif words[:1] == ["fullest_tiles"]:
+        results = tile_forms([*map(int, words[1:])], [(2, PAGES)], (True,))
+    elif words[:1] == ["fullest_coded_tiles"]:
+        results = tile_forms([*map(int, words[1:])], [(2, kind) for kind in CODED[1::2]], (True,))
     elif words[:1] == ["few_heads"]:
         results = few_heads_forms([*map(int, words[1:])])
     elif words[:1] == ["fullest"]:

@@ -44,7 +44,7 @@ def test_every_kernel_keeps_every_limit(model: str, dtype: str) -> None:
 def test_every_form_keeps_every_limit(words: str) -> None:
     """Slow but for ten forms of one block of heads that tell every result, and six that tell none, without sinks.
 
-    Of the forms of one tile, below, eight of V4's records are compiled in the default run.
+    Of the forms of one tile, below, four of V4's records are compiled in the default run.
     """
     variants = told_by(COMPILES, *words.split())
     attention = {name: form for name, form in variants.items() if name.startswith("attention")}
@@ -98,21 +98,22 @@ def test_forms_for_groups_of_rows_keep_every_limit_but_that_they_spill_what_a_gr
 
 
 @pytest.mark.parametrize(
-    ("records", "heads"),
+    ("records", "heads", "counts"),
     [
-        ("tiles", "64"),
-        pytest.param("coded_tiles", "64", marks=pytest.mark.matrix),
-        *(pytest.param(records, "16 100 128", marks=pytest.mark.slow) for records in ("tiles", "coded_tiles")),
+        ("fullest_tiles", "64", (4, 4)),
+        pytest.param("fullest_coded_tiles", "64", (8, 4), marks=pytest.mark.matrix),
+        pytest.param("tiles", "16 64 100 128", (4 * 8, 8), marks=pytest.mark.slow),
+        pytest.param("coded_tiles", "16 64 100 128", (4 * 20, 8), marks=pytest.mark.slow),
     ],
 )
-def test_every_form_of_one_tile_keeps_every_limit(records: str, heads: str) -> None:
+def test_every_form_of_one_tile_keeps_every_limit(records: str, heads: str, counts: tuple[int, int]) -> None:
+    """Slow but for those of one block of heads with two segments that tell every result: they need the most."""
     forms = told_by(COMPILES, records, *heads.split())
 
     assert [form for form in forms if form["reasons"]] == []
     attending = [form for form in forms if form["name"] == "attend_tile"]
     combining = [form for form in forms if form["name"] == "combine_tiles"]
-    assert len(attending) == (8 if records == "tiles" else 20) * len(heads.split())
-    assert len(combining) == 8
+    assert (len(attending), len(combining)) == counts
     for form in attending:
         # two programs of 64 keys on a multiprocessor; sums eight bytes at a time, a key's codes and its rope sixteen
         assert form["occupancy"] == (2 if form["N"] == 64 else 1)
