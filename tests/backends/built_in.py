@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dsv4attn import plugins
 from dsv4attn.core.contract.backend import BackendInfo, Rank
 from dsv4attn.core.contract.device import DeviceFacts
@@ -25,6 +27,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 
 __all__ = [
     "EVERYWHERE",
+    "but_twins",
     "class_of",
     "forms",
     "infos",
@@ -112,12 +115,20 @@ def _declared(name: str) -> Mapping[str, Mapping[str, Any]]:
     return declared
 
 
+@cache
 def launching_alike(geometry: ModelGeometry) -> list[str]:
     """Names of the backends that ask, on a CPU, for exactly the kernels of the generic backend: its twins there."""
     bounds, cpu = WarmupSpec.of(geometry, Limits(8, 64, 4096)), DeviceFacts.named("cpu")
     variants = {name: {*class_of(name)().kernel_variants(bounds, cpu)} for name in triton_backends(cpu)}
     generic = of_rank(Rank.GENERIC)
     return [name for name in variants if name not in generic and variants[name] in [variants[name] for name in generic]]
+
+
+def but_twins(*names: Any) -> list[Any]:
+    """Names of backends as parameters of a test; one that launches here what another one does is slow."""
+    is_interpreted = find_spec("triton") and DeviceFacts.here().arch == "cpu"
+    twins = launching_alike(ModelGeometry.preset("flash")) if is_interpreted else []
+    return [pytest.param(name, marks=pytest.mark.slow) if name in twins else name for name in names]
 
 
 def known_devices(*kinds: str) -> list[str]:

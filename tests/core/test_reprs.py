@@ -43,7 +43,7 @@ class NoOps(TorchDispatchMode):
 
 
 def classes_with_tensors() -> Iterator[tuple[str, str]]:
-    """Module and name of every class of attrs and every NamedTuple of the package with a field that holds a tensor."""
+    """Module and name of every attrs class, and every NamedTuple, of the package with a field that holds a tensor."""
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         text = path.read_text(encoding="utf-8")

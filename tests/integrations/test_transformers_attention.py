@@ -15,7 +15,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.backend import Backend, Phase, Rank
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.selection import load_backend
-from tests.backends.built_in import class_of, infos
+from tests.backends.built_in import EVERYWHERE, but_twins, class_of, infos
 from tests.integrations.paged import generated, logits_of, new_model
 from tests.parity import hf
 from tests.parity.hf import deviation
@@ -125,7 +125,7 @@ def test_a_compiled_layer_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parity((20,), cached=False, **prompts(20, 13)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", infos())
+@pytest.mark.parametrize("name", EVERYWHERE)
 def test_inference_mode_and_no_grad_may_alternate(name: str) -> None:
     if name != "reference":
         pytest.importorskip("triton", reason="needs Triton")
@@ -154,7 +154,9 @@ def test_bf16_is_as_near_to_fp32_as_eager_in_bf16() -> None:
 # kernels
 
 
-@pytest.mark.parametrize("name", [name for name, info in infos().items() if info.rank is not Rank.REFERENCE])
+@pytest.mark.parametrize(
+    "name", but_twins(*(name for name, info in infos().items() if info.rank is not Rank.REFERENCE))
+)
 def test_kernels_equal_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     ran: list[str] = []

@@ -203,7 +203,15 @@ def test_several_turns_with_one_cache_give_the_tokens_of_transformers() -> None:
         assert cache.lengths == [11 + 6 + 13 + 3 * 9 - 1]
 
 
-@pytest.mark.parametrize("name", [name for name, info in infos().items() if info.rank is not Rank.REFERENCE])
+# attention of transformers' models calls every backend alike: `test_kernels_equal_eager` runs each
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if info.rank is Rank.GENERIC else pytest.mark.slow)
+        for name, info in infos().items()
+        if info.rank is not Rank.REFERENCE
+    ],
+)
 def test_kernels_give_the_tokens_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     ran: set[Phase] = set()
