@@ -34,7 +34,7 @@ from dsv4attn.backends._triton.attention.keys import (
     SHIFTED,
     WORDS,
 )
-from dsv4attn.backends._triton.cache.records import CODINGS
+from dsv4attn.backends._triton.codings import CODINGS
 from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
