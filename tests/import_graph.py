@@ -48,7 +48,7 @@ FOLDERS = {
 """Folders of other packages, each importing no folder that stands before it. Files of the package itself are free."""
 SELECTION = {"plugins", "config"}
 """Modules of the top level that the picture shows as part of selection."""
-SHARED = {"__init__", "interpreted", "numerics", "sizes", "support", "tuning", "untyped"}
+SHARED = {"__init__", "codings", "interpreted", "numerics", "sizes", "support", "tuning", "untyped"}
 """Modules of `_triton` that all its folders import. The picture does not show them."""
 PICTURE = PACKAGE.parent / "docs" / "pictures" / "imports.svg"
 BOX = (144, 30)

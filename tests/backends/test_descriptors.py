@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from attrs import evolve
 
+from dsv4attn.backends._triton.codings import CODINGS
 from dsv4attn.config import Settings
+from dsv4attn.core.cache.key_records import KEY_RECORDS, KeyRecord
 from dsv4attn.core.contract.backend import Phase, Rank
 from dsv4attn.core.contract.device import DeviceFacts
-from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.contract.problem import KEY_LAYOUTS, CacheFacts, Problem, layouts_coded_by
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.plugins import PluginRegistry
@@ -48,6 +51,25 @@ def test_elsewhere_it_must_be_asked_for_and_runs_only_where_its_descriptor_says(
     assert automatic.chosen is None or automatic.chosen.info.name != name
     assert name in str(by_name)
     assert by_name.chosen is None or device.matches(infos()[name].runs_on)
+
+
+@pytest.mark.parametrize(("codes", "scale"), [("int4", "ue8m0"), ("e4m3fn", "e4m3fn")])
+def test_a_record_of_a_coding_that_no_kernel_knows_is_refused_by_every_backend(
+    codes: str, scale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert layouts_coded_by(CODINGS) == KEY_LAYOUTS, "the shared kernels know the coding of every record"
+    planted = KeyRecord((codes,), 32, scale, {"split": 1}, codes_rope=True)
+    monkeypatch.setitem(KEY_RECORDS, "planted", planted)  # type: ignore[arg-type]
+    monkeypatch.setitem(KEY_LAYOUTS, "planted", planted.codes)  # type: ignore[arg-type]
+    problem = evolve(Problem.of(FLASH), compressed=CacheFacts("planted", codes, group_size=32))
+    for name in known_devices():
+        selection = explain(problem, device=DeviceFacts.named(name), settings=Settings(), registry=REGISTRY)
+        assert selection.chosen is None
+        for info in infos().values():
+            (reason,) = (one for one in info.support(DeviceFacts.named(name), problem) if one.code == "LAYOUT")
+            assert reason.actual == f"compressed cache planted of {codes}"
+            assert "planted" not in reason.allowed
+    assert "LAYOUT  compressed cache planted" in str(explain(problem, backend="reference", registry=REGISTRY))
 
 
 def test_every_vendors_backend_is_native_somewhere_and_elsewhere_not() -> None:

@@ -11,12 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.codings import CODINGS
+from dsv4attn.core.cache.key_records import Coding
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(-1e30)
 """Where a running maximum starts: finite, so that a tile without keys makes no NaN."""
-FP8, NVFP4, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Codings, as in `core.cache.record_layout.Coding`: which codes a record has, and under which scales."""
+FP8 = tl.constexpr(CODINGS[Coding.FP8])
+NVFP4 = tl.constexpr(CODINGS[Coding.NVFP4])
+MXFP4 = tl.constexpr(CODINGS[Coding.MXFP4])
+"""Codings, as in `core.cache.key_records.Coding`: which codes a record has, and under which scales."""
 
 
 @triton.jit

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from dsv4attn.backends._triton.codings import CODINGS
 from dsv4attn.core.contract.device import NEWER_TRITON, TRITON_SOURCES, DeviceFacts, release_of
-from dsv4attn.core.contract.problem import Problem, Reason, layout_reasons
+from dsv4attn.core.contract.problem import Problem, Reason, layout_reasons, layouts_coded_by
 from dsv4attn.core.model.layer_geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 
@@ -31,7 +32,7 @@ kernels are compiled before a launch. With 3.5 the kernels compile, but were nev
 
 def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     """All reasons why the shared kernels cannot serve a problem on a device."""
-    reasons = [*_of_device(device), *layout_reasons(problem)]
+    reasons = [*_of_device(device), *layout_reasons(problem, layouts_coded_by(CODINGS))]
     if problem.q_dtype not in ("bfloat16", "float32"):
         reasons.append(Reason("Q_DTYPE", problem.q_dtype, "bfloat16 or float32", "cast q"))
     if problem.layer.head_dim > _WIDEST:

@@ -30,7 +30,7 @@ from dsv4attn.backends.sm90.attention import few_heads, small_decode
 from dsv4attn.backends.sm90.attention.kernels_combine import combine_parts
 from dsv4attn.backends.sm90.attention.kernels_groups import LISTED, list_groups
 from dsv4attn.backends.sm90.attention.kernels_schedule import SHORT
-from dsv4attn.backends.sm90.attention.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat, format_of
+from dsv4attn.backends.sm90.attention.key_format import FP8_RECORDS, ROWS, V4_RECORDS, KeyFormat, format_of
 from dsv4attn.backends.sm90.attention.meta_calls import NUMBERS, meta_calls
 from dsv4attn.backends.sm90.hyper_connections import launch as hyper_connections
 from dsv4attn.backends.sm90.indexer import launch as index_logits
@@ -239,6 +239,7 @@ class Sm90Backend(TritonBackend):
             return None
         check_attention_strides(call)
         direct = small_decode.with_entries(call, entries)
+        # no Gluon kernel reads these keys: the format of rows then, of which `_small_decode_tiles` serves none
         kind, numbers = _key_format_and_numbers(direct) or (ROWS, ())
         tiles = self._small_decode_tiles(kind, direct)
         if tiles is None or self._few_heads_sizes(Phase.DECODE, kind, direct, reads_entries=True):
@@ -253,7 +254,7 @@ class Sm90Backend(TritonBackend):
         reads_entries: whether `kernels_small_decode` reads entries otherwise.
         """
         tokens, heads, _ = call.q.shape
-        if not tokens or kind != PAGES or not self._may_use_few_heads:
+        if not tokens or kind != FP8_RECORDS or not self._may_use_few_heads:
             return None
         widths = tuple(rows.width for rows in attention_launch.index_rows(call.keys))
         decode = phase is Phase.DECODE
@@ -272,7 +273,7 @@ class Sm90Backend(TritonBackend):
         if phase is Phase.DECODE:
             return self._largest_group(phase, kind, layer, rows.max_tokens)
         widths = [segment.width for segment in attention_launch.index_rows(call.keys)]
-        few_heads = kind == PAGES and self._may_use_few_heads
+        few_heads = kind == FP8_RECORDS and self._may_use_few_heads
         faster = PREFILL_COST_MODEL.prefers_groups(layer, tokens, rows.requests, widths, few_heads=few_heads)
         # one form for prompts of any length
         return self._largest_group(phase, kind, layer, MOST_ROWS) if faster else 1
@@ -360,7 +361,7 @@ class Sm90Backend(TritonBackend):
             variants(*form, **options, group=group)
         if self._may_use_small_decode(kind):
             small_decode.variants(*form, **options)
-        if kind == PAGES and self._may_use_few_heads:
+        if kind == FP8_RECORDS and self._may_use_few_heads:
             few_heads.variants(segments, layer.num_heads, **options)
 
 

@@ -1,7 +1,8 @@
 """What the Gluon kernels for Hopper serve: facts in, the keys that they read or every reason out. Needs no torch.
 
-Launchers, `support` and the notes of `explain` all read this file. What depends on tensors alone, as alignment does, is
-in `launch`.
+The launcher `launch`, the key formats of `attention.key_format` and the notes of `explain` read this file. `support` of
+the backend does not: the shared kernels serve what the Gluon kernels refuse. What depends on tensors alone, as
+alignment does, is in `launch`.
 """
 
 from __future__ import annotations

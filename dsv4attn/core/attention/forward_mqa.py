@@ -166,6 +166,8 @@ def _prepare(call: ForwardCall) -> Iterable[PreparedCall]:
         phase_calls.append(PagedCall.of_decode(call))
     for phase_call in phase_calls if len(phase_calls) > 1 else ():
         phase_call.require()
+    # A list is kept for later layers. Views that are not reusable become garbage when another phase call takes its own:
+    # a generator prepares each call after the call before it has run
     prepared_calls = (phase_call.prepare() for phase_call in phase_calls)
     return [*prepared_calls] if call.workspace.reusable else prepared_calls
 

@@ -105,6 +105,7 @@ class PagedCall(PhaseCall):
         """Bind everything but the tensors that differ between layers."""
         views, tokens = self.views(), self.tokens
         pairs = zip(self.forward.segments, self._rows, strict=True)
+        # `_formed` takes the views of index rows off the front. What is left then is the scratch of the backend
         keys = [PagedKeys(cache, self._formed(rows, cache, views)) for cache, rows in pairs]
         direct = self._prepare_entries(keys, views)
         if direct is not None:

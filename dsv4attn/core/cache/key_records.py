@@ -1,7 +1,9 @@
-"""The table of quantised records of keys: `KEY_RECORDS`. A new record is one row here; see docs/records.md.
+"""The table of quantised records of keys, `KEY_RECORDS`, and how their values are coded, `CODINGS`.
 
-A row says what a record is made of. Its bytes are those of `KVCacheLayout.of_record(name)`. Codes under scales are
-written and read by the coding that follows from the two; see `core.cache.key_codecs`.
+A new record is one row here if its codes and its scale are a pair of `CODINGS`. Another pair needs code in several
+places first. docs/records.md lists them.
+
+A row says what a record is made of. Its bytes are those of `KVCacheLayout.of_record(name)`.
 
 This file imports no torch: problems, which are descriptions without tensors, name records too.
 """
@@ -9,13 +11,38 @@ This file imports no torch: problems, which are descriptions without tensors, na
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 
 from attrs import field, frozen
 
-__all__ = ["DATA", "KEY_RECORDS", "RECORD", "KeyRecord"]
+__all__ = ["CODINGS", "DATA", "KEY_RECORDS", "RECORD", "Coding", "KeyRecord"]
 
 DATA, RECORD = "data", "record"
 """Page alignments that follow from the dims: of the data of a record, without its scales, and of a whole record."""
+
+
+class Coding(str, Enum):
+    """How a group of values becomes codes under a scale; see `core.cache.key_codecs`.
+
+    FP8: fp8 codes under a power of two. NVFP4: e2m1 codes under a scale in e4m3fn. MXFP4: e2m1 codes under a power of
+    two.
+    """
+
+    FP8 = "fp8"
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
+
+
+CODINGS: Mapping[tuple[str, str], Coding] = {
+    ("e4m3fn", "ue8m0"): Coding.FP8,
+    ("e4m3fnuz", "ue8m0"): Coding.FP8,
+    ("e2m1", "e4m3fn"): Coding.NVFP4,
+    ("e2m1", "ue8m0"): Coding.MXFP4,
+    # index keys, whose power of two is an fp32 number
+    ("e4m3fn", "float32"): Coding.FP8,
+    ("e4m3fnuz", "float32"): Coding.FP8,
+}
+"""The coding of each type of codes under each type of scale."""
 
 
 @frozen

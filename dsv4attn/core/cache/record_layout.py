@@ -13,13 +13,14 @@ import torch
 from attrs import asdict, evolve, field, frozen, validators
 
 from dsv4attn.core.argument_checks import at_least, check_count, round_up
-from dsv4attn.core.cache.key_records import DATA, KEY_RECORDS, RECORD, KeyRecord
+from dsv4attn.core.cache.key_records import CODINGS, DATA, KEY_RECORDS, RECORD, Coding, KeyRecord
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnknownNameError
 
 __all__ = ["Arrangement", "Coding", "Fp8Format", "KVCacheLayout", "Region", "check_layout", "check_window"]
 
 _E2M1_MAX = 6.0
 _SCALE_DTYPES = {"ue8m0": torch.uint8, "float32": torch.float32, "e4m3fn": torch.float8_e4m3fn}
+_SCALE_NAMES = {dtype: name for name, dtype in _SCALE_DTYPES.items()}
 _INDEX_ALIGNMENT = 576
 """Bytes to which vLLM rounds the pages of index keys and of states up, as those of fp8_ds_mla."""
 
@@ -52,18 +53,6 @@ class Arrangement(str, Enum):
 
     SPLIT = "split"
     INTERLEAVED = "interleaved"
-
-
-class Coding(str, Enum):
-    """How a group of values becomes codes under a scale; see `core.cache.key_codecs`.
-
-    FP8: fp8 codes under a power of two. NVFP4: e2m1 codes under a scale in e4m3fn. MXFP4: e2m1 codes under a power of
-    two.
-    """
-
-    FP8 = "fp8"
-    NVFP4 = "nvfp4"
-    MXFP4 = "mxfp4"
 
 
 @frozen
@@ -138,7 +127,7 @@ class KVCacheLayout:
         """Check that a writer stays within its dialect, as 448 written as FNUZ is NaN, and a record within its row."""
         record = self.key_record
         if record is not None:
-            codes = self.fp8_format.value if self.fp8_format else "e2m1"
+            codes = self._codes
             if codes not in record.codes:
                 expected = f"{' or '.join(record.codes)}, as {self.name} has it"
                 raise ArgumentError("fp8_format", expected=expected, actual=codes)
@@ -313,9 +302,12 @@ class KVCacheLayout:
     @property
     def coding(self) -> Coding:
         """How groups become codes under scales; of a quantised record."""
-        if self.fp8_format is not None:
-            return Coding.FP8
-        return Coding.NVFP4 if self.scale_dtype == torch.float8_e4m3fn else Coding.MXFP4
+        return CODINGS[self._codes, _SCALE_NAMES[self.scale_dtype]]
+
+    @property
+    def _codes(self) -> str:
+        """The type of the codes of a quantised record."""
+        return self.fp8_format.value if self.fp8_format else "e2m1"
 
     @property
     def has_whole_record_pages(self) -> bool:
@@ -447,8 +439,7 @@ class KVCacheLayout:
         dims = f"nope{self.nope_dim}:rope{self.rope_dim}"
         if not self.is_quantised:
             return f"{self.name}/1:{str(self.dtype).removeprefix('torch.')}:{dims}"
-        codes = self.fp8_format.value if self.fp8_format else "e2m1"
-        scale = {dtype: name for name, dtype in _SCALE_DTYPES.items()}[self.scale_dtype]
+        codes, scale = self._codes, _SCALE_NAMES[self.scale_dtype]
         if self.key_record is None:
             return f"{self.name}/1:{codes}:dim{self.nope_dim}:{scale}x{self.group_size}:{self.arrangement.value}"
         rope = "coded" if self.key_record.codes_rope else "bf16"

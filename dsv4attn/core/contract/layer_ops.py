@@ -58,8 +58,9 @@ class CodedProducts:
 class LayerOps:
     """The ops of the layer around attention. The default of each is torch's definition.
 
-    A backend that brings an op has `evolve(LayerOps(), select_topk=my_select_topk)` as its `layer_ops`. Arguments and
-    results are those of the definition. Core calls ops with autocast off and without gradients.
+    A backend that brings an op has `evolve(LayerOps(), select_topk=my_select_topk)` as its `layer_ops`. A deterministic
+    backend begins with `default_layer_ops(deterministic=True)`. Arguments and results are those of the definition, but
+    core never passes `deterministic`. Core calls ops with autocast off and without gradients.
 
     norm_q_kv: norms between the projections.
     save_partial_states, compress_norm_rope_store: the compressor. compress_latents, norm_rope_store: V4.1's.
@@ -147,14 +148,14 @@ class LayerOps:
         return {op: name if self.brings(op) else "reference" for op in (*LATENTS, *CANDIDATES, *DELAYED)}
 
 
-_CHANGES = (
+_WITH_OPTION = (
     "norm_q_kv", "compress_norm_rope_store", "compress_latents", "norm_rope_store", "select_topk", *CANDIDATES,
     "mhc_pre", "mhc_fused_post_pre", "hc_head", "mhc_pre_delayed", "mhc_fused_post_pre_delayed",
 )  # fmt: skip
 """Ops of torch with an option `deterministic`."""
 _DEFINITIONS: dict[str, Any] = {name: field.default for name, field in fields_dict(LayerOps).items()}
 _INVARIANT: dict[str, Any] = {
-    **{name: partial(_DEFINITIONS[name], deterministic=True) for name in _CHANGES},
+    **{name: partial(_DEFINITIONS[name], deterministic=True) for name in _WITH_OPTION},
     "linear": batch_invariant_linear,
 }
 _TORCH = LayerOps(), LayerOps(**_INVARIANT)

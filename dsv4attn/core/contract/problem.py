@@ -5,7 +5,7 @@ This file does not import torch: any backend can be asked about any problem on a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
@@ -19,14 +19,14 @@ from dsv4attn.core.argument_checks import (
     known_keywords,
     shown,
 )
-from dsv4attn.core.cache.key_records import KEY_RECORDS
+from dsv4attn.core.cache.key_records import CODINGS, KEY_RECORDS, Coding
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
     from dsv4attn.core.cache.layout import KVCacheLayout
 
-__all__ = ["KEY_LAYOUTS", "CacheFacts", "Problem", "Reason", "layout_reasons"]
+__all__ = ["KEY_LAYOUTS", "CacheFacts", "Problem", "Reason", "layout_reasons", "layouts_coded_by"]
 
 _positive = at_least(1)
 _PHASES = ("decode", "prefill")
@@ -118,6 +118,22 @@ class CacheFacts:
 _QUANTISED = {name: record.codes for name, record in KEY_RECORDS.items()}
 KEY_LAYOUTS: Mapping[str, tuple[str, ...]] = {**_QUANTISED, "rows": ("bfloat16", "float32")}
 """Every layout of keys, and its element types."""
+
+
+def layouts_coded_by(codings: Container[Coding]) -> Mapping[str, tuple[str, ...]]:
+    """The layouts of `KEY_LAYOUTS` that a backend reads, with their element types: rows, and records it can decode.
+
+    codings: those that the backend's readers and writers know.
+    """
+    read = {}
+    for name, dtypes in KEY_LAYOUTS.items():
+        record = KEY_RECORDS.get(name)
+        known = [dtype for dtype in dtypes if record is None or CODINGS.get((dtype, record.scale)) in codings]
+        if known:
+            read[name] = tuple(known)
+    return read
+
+
 _ROWS = "allocate the cache as bfloat16 rows"
 _ROUNDS = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
 

@@ -22,7 +22,7 @@ from dsv4attn.testing.checks.attention import (
     sharded,
     step_by_step,
 )
-from dsv4attn.testing.checks.fp8_codes import SMALLEST_SCALES, Fp8Codes, reads_every_code
+from dsv4attn.testing.checks.record_bytes import SMALLEST_SCALES, EveryCode, reads_every_code
 from dsv4attn.testing.kit.factories import (
     HEAD_COUNTS,
     INDEX_TOPKS,
@@ -394,11 +394,11 @@ def _calls(area: Area) -> Iterator[Case]:
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
         if cache == "nvfp4":
             says = f"{of} reads all 16 codes of {cache} under every scale byte exactly"
-        inputs = Fp8Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
+        inputs = EveryCode.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
         yield _case(area, f"codes-{cache}-{of}", "C2", says, inputs, reads_every_code)
     for cache in ("ocp", "v41"):
         says = f"{of} reads all 256 codes of {cache} under scale bytes 0 to 9, which no writer of ours emits"
-        inputs = Fp8Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
+        inputs = EveryCode.of(phase=phase, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
         yield _case(area, f"codes-{cache}-smallest-{of}", "C2", says, inputs, reads_every_code)
     # many rows, and so few that a backend may have other kernels for them
     both = "ocp", "v41"
@@ -407,5 +407,5 @@ def _calls(area: Area) -> Iterator[Case]:
         *((cache, 2, 320, "-few") for cache in both),
     ):
         says = f"{of}, {rows} rows of up to {copies} copies: reads keys of {cache} exactly whose columns differ in size"
-        inputs = Fp8Codes.repeated(rows, copies, phase=phase, geometry=flash("swa"), layout=layout(cache))
+        inputs = EveryCode.repeated(rows, copies, phase=phase, geometry=flash("swa"), layout=layout(cache))
         yield _case(area, f"codes-{cache}-copies{name}-{of}", "C2 C9", says, inputs, reads_every_code)

@@ -27,18 +27,18 @@ from dsv4attn.testing.cases.layer import (
 from dsv4attn.testing.cases.whole_layer import whole_layer_cases
 from dsv4attn.testing.checks import insert as check_insert
 from dsv4attn.testing.checks import memory as check_memory
-from dsv4attn.testing.checks.fp8_codes import (
+from dsv4attn.testing.checks.gather import fills, gathers, gathers_long, gathers_within
+from dsv4attn.testing.checks.insert import FAR_POSITIONS, rows
+from dsv4attn.testing.checks.projection import outputs, projects, projects_without_positions_of_padding
+from dsv4attn.testing.checks.record_bytes import (
     SMALLEST_SCALES,
-    Fp8Codes,
+    EveryCode,
     NanKeys,
     gathers_every_code,
     gathers_nan,
     inserts_nan,
     shows_nan,
 )
-from dsv4attn.testing.checks.gather import fills, gathers, gathers_long, gathers_within
-from dsv4attn.testing.checks.insert import FAR_POSITIONS, rows
-from dsv4attn.testing.checks.projection import outputs, projects, projects_without_positions_of_padding
 from dsv4attn.testing.kit.factories import (
     GROUP_COUNTS,
     HEADS,
@@ -309,11 +309,11 @@ def _code_cases() -> Iterator[Case]:
         says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
         if cache == "nvfp4":
             says = f"all 16 codes of {cache} under every scale byte are gathered exactly"
-        codes = Fp8Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
+        codes = EveryCode.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
         yield _cache(f"codes-{cache}-gather", "R1 C2", says, codes, gathers_every_code)
     for cache in ("ocp", "v41"):
         says = f"all 256 codes of {cache} under scale bytes 0 to 9, which no writer of ours emits, are gathered exactly"
-        codes = Fp8Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
+        codes = EveryCode.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
         yield _cache(f"codes-{cache}-smallest-gather", "R1 C2", says, codes, gathers_every_code)
 
 

@@ -11,7 +11,7 @@ from attrs import evolve
 from dsv4attn import errors
 from dsv4attn.backends._triton.launching.runtime import multiprocessors, observed
 from dsv4attn.backends.sm90 import INFO, launch
-from dsv4attn.backends.sm90.attention.key_format import PAGES, ROWS
+from dsv4attn.backends.sm90.attention.key_format import FP8_RECORDS, ROWS
 from dsv4attn.backends.sm90.explain_notes import notes
 from dsv4attn.backends.sm90.launch import Sm90Backend, _key_format
 from dsv4attn.compat import flash_mla
@@ -162,7 +162,7 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
         KVCacheLayout.rows(24, 8),
     ]
 
-    assert _key_format(record) == _key_format(record, record) == PAGES
+    assert _key_format(record) == _key_format(record, record) == FP8_RECORDS
     assert _key_format(rows) == ROWS
     assert [_key_format(*pair) for layout in others for pair in ([layout], [record, layout], [layout, record])] == [
         None

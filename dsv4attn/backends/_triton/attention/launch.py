@@ -34,7 +34,7 @@ from dsv4attn.backends._triton.attention.keys import (
     SHIFTED,
     WORDS,
 )
-from dsv4attn.backends._triton.cache.records import CODINGS
+from dsv4attn.backends._triton.codings import CODINGS
 from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
@@ -71,13 +71,13 @@ MOST_SLOTS = 2**31
 
 
 _BY_WORD = {
-    (Coding.FP8, (448, 64, 64)): WORDS.value,
-    (Coding.NVFP4, (448, 64, 16)): FP4_WORDS.value,
-    (Coding.FP8, (512, 0, 32)): CODE_WORDS.value,
-    (Coding.NVFP4, (512, 0, 16)): NIBBLE_WORDS.value,
+    (Coding.FP8, (448, 64, 64, 8)): WORDS.value,
+    (Coding.NVFP4, (448, 64, 16, 32)): FP4_WORDS.value,
+    (Coding.FP8, (512, 0, 32, 16)): CODE_WORDS.value,
+    (Coding.NVFP4, (512, 0, 16, 32)): NIBBLE_WORDS.value,
 }
 """Readers of aligned records that take whole words, and the records that they know: their coding, and numbers of codes,
-of bf16 values, and of codes of a scale."""
+of bf16 values, of codes of a scale, and of bytes of scales."""
 _IN_TURN = (WORDS.value, FP4_WORDS.value)
 """Readers whose columns alternate, see `keys.columns`."""
 _BY_BYTE = {CODE_WORDS.value: CODES.value, NIBBLE_WORDS.value: NIBBLES.value, **dict.fromkeys(_IN_TURN, BYTES.value)}
@@ -88,8 +88,9 @@ def segment_form(layout: KVCacheLayout, *, aligned: bool) -> SegmentForm:
     """The form of a cache. aligned: whether its pages and rows begin at multiples of 16 bytes."""
     if not layout.is_quantised:
         return SegmentForm(ROWS.value, WIDE // layout.dtype.itemsize if aligned else 1)
-    record, dims = layout.key_record, (layout.coded_dims, layout.plain_dims, layout.group_size)
-    by_word = _BY_WORD.get((layout.coding, dims)) if aligned else None
+    record, scales = layout.key_record, (layout.group_size, layout.scale_bytes)
+    sizes = layout.coded_dims, layout.plain_dims, *scales
+    by_word = _BY_WORD.get((layout.coding, sizes)) if aligned else None
     if by_word is not None:
         kind, unit = by_word, WIDE
     elif record is None or not record.codes_rope:
@@ -97,8 +98,7 @@ def segment_form(layout: KVCacheLayout, *, aligned: bool) -> SegmentForm:
     else:
         kind, unit = CODES.value if layout.fp8_format else NIBBLES.value, 1
     interleaved, fnuz = layout.arrangement is Arrangement.INTERLEAVED, layout.fp8_format is Fp8Format.FNUZ
-    scales = layout.group_size, layout.scale_bytes, CODINGS[layout.coding]
-    return SegmentForm(kind, unit, interleaved, fnuz, *scales)
+    return SegmentForm(kind, unit, interleaved, fnuz, *scales, CODINGS[layout.coding])
 
 
 def _by_byte(form: SegmentForm) -> SegmentForm:

@@ -33,6 +33,7 @@ class WriterForm(NamedTuple):
 
     aligned, group, coding, fnuz, exact_casts: as of `RecordForm`.
     nope, rope: dims before those that rotate, and these. coded: leading dims that a record holds as codes, nope or all.
+    scales: bytes of a record's scales, with padding.
     largest, floor: the largest code and a group's smallest maximum, by their bits in fp32.
     """
 
@@ -41,6 +42,7 @@ class WriterForm(NamedTuple):
     rope: int
     coded: int
     group: int
+    scales: int
     coding: int
     fnuz: bool
     largest: int

@@ -170,7 +170,7 @@ def insert_key(key, angles, CACHE, slot, pages, WRITER: tl.constexpr):
         record = tl.multiple_of(page + row * pages.data_stride, ALIGNED)
         if GROUP > 0:
             groups: tl.constexpr = cdiv(CODED, GROUP)
-            scales: tl.constexpr = cdiv(groups, 8) * 8 if CODED == NOPE else groups
+            scales: tl.constexpr = WRITER.scales
             size: tl.constexpr = next_power_of_2(GROUP)
             # [G, S]
             group, member = tl.arange(0, next_power_of_2(scales)), tl.arange(0, size)

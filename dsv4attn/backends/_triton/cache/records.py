@@ -12,15 +12,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.cache.forms import PageNumbers, RecordForm, TableNumbers, WriterForm
+from dsv4attn.backends._triton.codings import CODINGS
 from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
-    "CODINGS",
     "alignment_of_records",
     "alignment_of_rows",
     "alignment_of_tokens",
@@ -32,10 +31,6 @@ __all__ = [
     "table_numbers",
     "writer_form",
 ]
-
-
-CODINGS = {Coding.FP8: numerics.FP8.value, Coding.NVFP4: numerics.NVFP4.value, Coding.MXFP4: numerics.MXFP4.value}
-"""The constants of kernels for each coding."""
 
 
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
@@ -94,7 +89,7 @@ def float_bits(x: float) -> int:
 @cache
 def record_form(layout: KVCacheLayout, aligned: int) -> RecordForm:
     """The form of a cache's records for kernels that read them. aligned: `alignment_of_records`."""
-    coding, dims = numerics.FP8.value, (layout.nope_dim, layout.rope_dim)
+    coding, dims = CODINGS[Coding.FP8], (layout.nope_dim, layout.rope_dim)
     if layout.is_quantised:
         coding, dims = CODINGS[layout.coding], (layout.coded_dims, layout.plain_dims)
     fnuz = layout.fp8_format is Fp8Format.FNUZ
@@ -124,4 +119,4 @@ def writer_form(layout: KVCacheLayout, aligned: int) -> WriterForm:
     _, _, _, group, coding, fnuz, exact_casts = record_form(layout, aligned)
     dims = layout.nope_dim, layout.rope_dim, layout.coded_dims
     bounds = float_bits(layout.fp8_max), float_bits(layout.amax_floor)
-    return WriterForm(aligned, *dims, group, coding, fnuz, *bounds, exact_casts)
+    return WriterForm(aligned, *dims, group, layout.scale_bytes, coding, fnuz, *bounds, exact_casts)

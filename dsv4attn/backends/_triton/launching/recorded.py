@@ -2,7 +2,7 @@
 
 Next to its launchers, a module has a function that calls them at every point at which a launch changes: dtypes,
 alignments, optional tensors, and the tiles of its tables. `recorded` makes it a function that returns variants. So no
-launch is described twice.
+launch is described twice. The function is annotated with the result None, but callers get a list of `Variant`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture
@@ -21,7 +22,7 @@ from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends._triton.layer.selection import ranks, scratch
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.contract.layer_ops import CodedProducts, LayerOps
+from dsv4attn.core.contract.layer_ops import CodedProducts, LayerOps, default_layer_ops
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops import candidates as torch_candidates
 from dsv4attn.core.torch_ops import selection as torch_selection
@@ -50,7 +51,9 @@ def layer_ops(
     }
     fallback: dict[str, Any] = {"deterministic": deterministic}
     multiplies_codes = index_logits.multiplies_codes(KVCacheLayout.index_fp8(), architecture(), **sums)
-    return LayerOps(
+    return evolve(
+        # a field that is left out below has torch's op, which is the deterministic one in a deterministic table
+        default_layer_ops(deterministic=deterministic),
         norm_q_kv=norms.norm_q_kv,
         save_partial_states=compress.save_partial_states,
         compress_norm_rope_store=compress.compress_norm_rope_store,

@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import Launch
-from dsv4attn.backends.sm90.attention.key_format import PAGES
+from dsv4attn.backends.sm90.attention.key_format import FP8_RECORDS
 from dsv4attn.backends.sm90.attention.meta_calls import NUMBERS, meta_calls
 from dsv4attn.backends.sm90.attention.small_decode import combining
 from dsv4attn.backends.sm90.tuning import FewHeadsSizes, few_heads_costs
@@ -85,5 +85,5 @@ def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence
     costs = few_heads_costs(heads)
     if costs is None:
         return
-    for call, tiles in product(meta_calls(segments, PAGES, heads, sinks=sinks, lses=lses), (0, 1)):
+    for call, tiles in product(meta_calls(segments, FP8_RECORDS, heads, sinks=sinks, lses=lses), (0, 1)):
         prepare(call, NUMBERS, FewHeadsSizes(costs.columns, tiles))(call.tensors)

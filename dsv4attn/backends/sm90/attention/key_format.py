@@ -13,7 +13,7 @@ from dsv4attn.backends.sm90.attention.kernels_schedule import (
 )
 from dsv4attn.backends.sm90.served import KeyKind, Keys
 
-__all__ = ["PAGES", "ROWS", "V4_RECORDS", "KeyFormat", "format_of"]
+__all__ = ["FP8_RECORDS", "ROWS", "V4_RECORDS", "KeyFormat", "format_of"]
 
 
 class KeyFormat(NamedTuple):
@@ -37,9 +37,10 @@ class KeyFormat(NamedTuple):
         return self.number in (FP8_PAGES.value, CODE_PAGES.value, NIBBLE_PAGES.value)
 
 
-PAGES, ROWS = KeyFormat(FP8_PAGES.value), KeyFormat(BF16_ROWS.value)
+FP8_RECORDS, ROWS = KeyFormat(FP8_PAGES.value), KeyFormat(BF16_ROWS.value)
+"""V4's fp8 records, and rows of bf16."""
 V4_RECORDS = {
-    KeyKind.FP8: PAGES,
+    KeyKind.FP8: FP8_RECORDS,
     KeyKind.NVFP4: KeyFormat(NVFP4_PAGES.value),
 }
 """Records of 448 codes and 64 bf16 values."""

@@ -15,7 +15,7 @@ from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import recorded
 from dsv4attn.backends._triton.launching.runtime import Launch
-from dsv4attn.backends.sm90.attention.key_format import PAGES, KeyFormat
+from dsv4attn.backends.sm90.attention.key_format import FP8_RECORDS, KeyFormat
 from dsv4attn.backends.sm90.attention.meta_calls import NUMBERS, meta_calls
 from dsv4attn.backends.sm90.tuning import TILE_SIZES, TileSizes, combine_rounds_of
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
@@ -117,7 +117,7 @@ def with_entries(call: AttentionCall, entries: EntryIndices) -> AttentionCall:
 
 def _powers(kind: KeyFormat) -> int:
     """Powers of two of a program's sums: for each 64 columns, or each 32 of V4.1's records, as codes have scales."""
-    return 8 if kind == PAGES else 16
+    return 8 if kind == FP8_RECORDS else 16
 
 
 @cache

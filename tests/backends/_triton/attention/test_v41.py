@@ -111,6 +111,9 @@ def test_the_reader_follows_from_the_name_of_the_record_not_from_its_dims() -> N
         assert (kind(fp4), kind(fp4, aligned=False)) == (NIBBLE_WORDS.value, NIBBLES.value)
         assert kind(KVCacheLayout.v41_fp8(480, 64, arrangement=arrangement)) == CODES.value
         assert kind(KVCacheLayout.v41_fp4(480, 64, arrangement=arrangement)) == NIBBLES.value
+    # words are read at fixed distances, and these scales have other padding
+    assert kind(attrs.evolve(record, scale_padding=1)) == BYTES.value
+    assert kind(attrs.evolve(KVCacheLayout.of_record("v4_nvfp4"), scale_padding=4)) == BYTES.value
     # dims and groups of V4's record under V4.1's name
     assert kind(attrs.evolve(record, name="v41_fp8")) == CODES.value
 

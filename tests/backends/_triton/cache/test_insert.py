@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache import insert
@@ -154,6 +155,28 @@ def test_rotated_keys_are_written_as_they_are(layout: KVCacheLayout, dtype: torc
         insert.quantize_and_insert_k_cache(step.kv, actual, step.slots)
         reference.insert(step.kv.cpu(), expected, step.slots.cpu())
         assert torch.equal(memory(actual), memory(expected))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # codes alone, whose scales have no padding
+        KVCacheLayout.v41_fp8(80, 0),
+        evolve(KVCacheLayout.fp8_ds_mla(24, 8, group_size=8), scale_padding=1),
+        evolve(KVCacheLayout.of_record("v4_nvfp4", 36, 6), scale_padding=16),
+    ],
+    ids=lambda layout: layout.fingerprint,
+)
+def test_scales_have_the_padding_of_their_layout(layout: KVCacheLayout) -> None:
+    keys = torch.randn(6, layout.head_dim, generator=seeded())
+    slots = torch.randperm(6, generator=seeded())
+    actual, expected = poisoned(layout, 2, 3), poisoned(layout, 2, 3, device=CPU)
+    insert.quantize_and_insert_k_cache(keys.to(DEVICE), actual, slots.to(DEVICE))
+    reference.insert(keys, expected, slots)
+
+    assert torch.equal(memory(actual), memory(expected))
+    if layout.rope_dim:
+        Step(layout, torch.bfloat16, 0).check()
 
 
 def test_nothing_happens_without_tokens_or_without_slots() -> None:

@@ -7,15 +7,17 @@ compared on a device alone; here the tile of an unknown architecture serves, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
+from dsv4attn.backends._triton.layer import ops
 from dsv4attn.backends._triton.layer.projections import output, products
 from dsv4attn.backends._triton.layer.projections.products import (
     TILES,
@@ -337,6 +339,20 @@ def test_a_deterministic_layer_multiplies_with_the_op_of_its_backend() -> None:
     for table in (LayerOps(), ReferenceBackend(deterministic=True).layer_ops):
         assert not table.brings("linear")
         assert table.arithmetic(deterministic=True) is INVARIANT
+
+
+def test_an_op_that_the_table_leaves_out_is_the_deterministic_one_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    @frozen
+    class WithOneMore(LayerOps):
+        planted: str = "torch's"
+
+    def defaults(*, deterministic: bool) -> LayerOps:
+        return WithOneMore(planted="deterministic" if deterministic else "torch's")
+
+    monkeypatch.setattr(ops, "default_layer_ops", defaults, raising=False)
+    for deterministic in (False, True):
+        table: Any = ops.layer_ops(deterministic=deterministic)
+        assert table.planted == defaults(deterministic=deterministic).planted
 
 
 def test_a_layer_calls_the_product_that_a_table_brings() -> None:

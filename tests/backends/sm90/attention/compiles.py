@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm90.attention import few_heads, small_decode
 from dsv4attn.backends.sm90.attention.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.attention.key_format import PAGES, ROWS, V4_RECORDS, KeyFormat
+from dsv4attn.backends.sm90.attention.key_format import FP8_RECORDS, ROWS, V4_RECORDS, KeyFormat
 from dsv4attn.backends.sm90.launch import variants
 
 HEADS = (16, 64, 100, 128)
@@ -36,7 +36,7 @@ def with_largest(form: Variant) -> Variant:
 def forms(heads: int, coded: Sequence[KeyFormat] = CODED) -> list[Variant]:
     """With the largest logits where lse is asked for, as no call has them alone. coded: records of V4.1 among them."""
     all_forms = []
-    for segments, kind in ((1, PAGES), *V4, (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
+    for segments, kind in ((1, FP8_RECORDS), *V4, (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
         for raw in (False, True) if kind == ROWS else (False,):
             for form in variants(segments, kind, heads, sinks=(True, False), lses=(False, True), raw=raw):
                 has_lse = dict(form.types)["lse"] != "none"
@@ -62,7 +62,7 @@ def barest(heads: int) -> list[Variant]:
 
 def grouped(heads: int) -> list[Variant]:
     """Forms for rows of one request that are computed together, on V4's fp8 records."""
-    return list(variants(2, PAGES, heads, sinks=(True,), lses=(True,), group=min(64 // heads, 8)))
+    return list(variants(2, FP8_RECORDS, heads, sinks=(True,), lses=(True,), group=min(64 // heads, 8)))
 
 
 def planted(keys: str) -> list[str]:
@@ -179,7 +179,7 @@ if __name__ == "__main__":
     if words[:1] == ["planted"]:
         results: Any = planted(words[1])
     elif words[:1] == ["tiles"]:
-        results = tile_forms([*map(int, words[1:])], [(1, PAGES), (2, PAGES)])
+        results = tile_forms([*map(int, words[1:])], [(1, FP8_RECORDS), (2, FP8_RECORDS)])
     elif words[:1] == ["coded_tiles"]:
         results = tile_forms([*map(int, words[1:])], [(1, CODED[0]), *((2, kind) for kind in CODED)])
     elif words[:1] == ["fullest_tiles"]:

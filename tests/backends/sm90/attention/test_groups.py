@@ -10,7 +10,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm90 import launch
-from dsv4attn.backends.sm90.attention.key_format import PAGES, ROWS
+from dsv4attn.backends.sm90.attention.key_format import FP8_RECORDS, ROWS
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PREFILL_COST_MODEL
 from dsv4attn.core.attention import paged
@@ -109,13 +109,15 @@ def test_where_rows_are_computed_together() -> None:
     layer, swa, c4a = (step(kind, (3, 2), heads=8).layer for kind in ("c128a", "swa", "c4a"))
     backend, deterministic = Sm90Backend(), Sm90Backend(deterministic=True)
 
-    assert [backend._largest_group(Phase.DECODE, PAGES, kind, 4) for kind in (layer, swa, c4a)] == [4, 1, 1]
-    assert [backend._largest_group(Phase.PREFILL, PAGES, kind, 8) for kind in (layer, swa, c4a)] == [8, 8, 1]
+    assert [backend._largest_group(Phase.DECODE, FP8_RECORDS, kind, 4) for kind in (layer, swa, c4a)] == [4, 1, 1]
+    assert [backend._largest_group(Phase.PREFILL, FP8_RECORDS, kind, 8) for kind in (layer, swa, c4a)] == [8, 8, 1]
     for phase in Phase:
         assert (
-            backend._largest_group(phase, ROWS, layer, 4) == deterministic._largest_group(phase, PAGES, layer, 4) == 1
+            backend._largest_group(phase, ROWS, layer, 4)
+            == deterministic._largest_group(phase, FP8_RECORDS, layer, 4)
+            == 1
         )
-        assert backend._largest_group(phase, PAGES, evolve(layer, num_heads=64), 4) == 1
+        assert backend._largest_group(phase, FP8_RECORDS, evolve(layer, num_heads=64), 4) == 1
 
 
 @pytest.mark.parametrize("drafts_of_requests", [0, 3])

@@ -26,7 +26,7 @@ from dsv4attn.testing.kit.tolerances import F64, U8, hold_equal, worst_error, wr
 from dsv4attn.testing.oracle.attention import pack_e2m1
 
 __all__ = [
-    "SMALLEST_SCALES", "Fp8Codes", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_nan", "reads_every_code",
+    "SMALLEST_SCALES", "EveryCode", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_nan", "reads_every_code",
     "shows_nan",
 ]  # fmt: skip
 
@@ -41,7 +41,7 @@ E2M1_SCALES = (*range(0x7F), *range(0x80, 0xFF))
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class Fp8Codes(SingleCall):
+class EveryCode(SingleCall):
     """A call with one key a row and q = 0, so that the output is the key.
 
     Row t of fp8 has scale byte t of `scales` over all 256 codes, and other scale bytes over the rest of its codes.
@@ -56,7 +56,7 @@ class Fp8Codes(SingleCall):
     scales: Sequence[int] = SCALES
 
     @classmethod
-    def of(cls, **fields: object) -> Fp8Codes:
+    def of(cls, **fields: object) -> EveryCode:
         """A window-only call with a row for each scale byte, or of e2m1 with a group for each."""
         records, scales = fields["layout"], fields.get("scales", SCALES)
         assert isinstance(records, KVCacheLayout)
@@ -67,7 +67,7 @@ class Fp8Codes(SingleCall):
         return cls(kind="swa", pattern="one", rows=rows, **fields)  # type: ignore[arg-type]
 
     @classmethod
-    def repeated(cls, rows: int, copies: int, **fields: object) -> Fp8Codes:
+    def repeated(cls, rows: int, copies: int, **fields: object) -> EveryCode:
         """A window-only call whose rows list one key up to `copies` times."""
         return cls(kind="swa", pattern="one", rows=rows, copies=copies, window_columns=copies, **fields)  # type: ignore[arg-type]
 
@@ -135,7 +135,7 @@ class Fp8Codes(SingleCall):
         return [IndexLists(slots, 1 + np.arange(self.rows) * 271 % self.copies)]
 
 
-def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
+def reads_every_code(bench: Bench, codes: EveryCode) -> Measure:
     """Attention over one key, or copies of it, returns the key: judged value by value, relative to its own size.
 
     A value below the smallest normal number may read as 0.
@@ -154,7 +154,7 @@ def reads_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
     return Measure(error, 2.0**-9).hold(f"{where}, wrote {written_values[row, 0, dim]:.6g}")
 
 
-def gathers_every_code(bench: Bench, codes: Fp8Codes) -> Measure:
+def gathers_every_code(bench: Bench, codes: EveryCode) -> Measure:
     """A gathered row has the bits of the key. A value below the smallest normal number may read as 0."""
     return _gathers(bench, codes.oracle_caches[0], codes.rows, codes.label)
 
