@@ -183,7 +183,7 @@ if __name__ == "__main__":
     elif words[:1] == ["coded_tiles"]:
         results = tile_forms([*map(int, words[1:])], [(1, CODED[0]), *((2, kind) for kind in CODED)])
     elif words[:1] == ["fullest_tiles"]:
-        results = tile_forms([*map(int, words[1:])], [(2, PAGES)], (True,))
+        results = tile_forms([*map(int, words[1:])], [(2, FP8_RECORDS)], (True,))
     elif words[:1] == ["fullest_coded_tiles"]:
         results = tile_forms([*map(int, words[1:])], [(2, kind) for kind in CODED[1::2]], (True,))
     elif words[:1] == ["few_heads"]:
