@@ -143,11 +143,13 @@ def judged(copy: Path) -> str:
 
 
 @pytest.mark.matrix
-def test_the_layer_rules_and_the_tests_of_lists_pass_with_it(judged: str) -> None:
+def test_the_layer_rules_and_the_tests_of_lists_pass_with_it(copy: Path, judged: str) -> None:
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+?)::", judged, re.MULTILINE)
 
     assert {*failed} <= {DOCUMENTS}, judged[-4000:]
     assert "test_a_file_imports_only_what_its_layer_may PASSED" in judged
+    files = python(copy, "-c", "from tests.test_layers import FILES, module_name; print(*map(module_name, FILES))")
+    assert f"dsv4attn.backends.{NEW}.launch" in files.stdout.split(), files.stderr
     assert all(f"{judge.rpartition('::')[2]}" in judged for judge in JUDGES)
 
 
