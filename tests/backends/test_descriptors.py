@@ -59,8 +59,8 @@ def test_a_record_of_a_coding_that_no_kernel_knows_is_refused_by_every_backend(
 ) -> None:
     assert layouts_coded_by(CODINGS) == KEY_LAYOUTS, "the shared kernels know the coding of every record"
     planted = KeyRecord((codes,), 32, scale, {"split": 1}, codes_rope=True)
-    monkeypatch.setitem(KEY_RECORDS, "planted", planted)  # type: ignore[arg-type]
-    monkeypatch.setitem(KEY_LAYOUTS, "planted", planted.codes)  # type: ignore[arg-type]
+    monkeypatch.setitem(KEY_RECORDS, "planted", planted)
+    monkeypatch.setitem(KEY_LAYOUTS, "planted", planted.codes)
     problem = evolve(Problem.of(FLASH), compressed=CacheFacts("planted", codes, group_size=32))
     for name in known_devices():
         selection = explain(problem, device=DeviceFacts.named(name), settings=Settings(), registry=REGISTRY)

@@ -346,7 +346,7 @@ def test_an_op_that_the_table_leaves_out_is_the_deterministic_one_of_torch(monke
     class WithOneMore(LayerOps):
         planted: str = "torch's"
 
-    def defaults(*, deterministic: bool) -> LayerOps:
+    def defaults(*, deterministic: bool) -> WithOneMore:
         return WithOneMore(planted="deterministic" if deterministic else "torch's")
 
     monkeypatch.setattr(ops, "default_layer_ops", defaults, raising=False)
