@@ -24,7 +24,7 @@ def test_a_request_takes_the_blocks_that_vllm_plans(model: str) -> None:
     sizes = {"max_model_len": length, "max_num_batched_tokens": tokens, "max_num_seqs": 8}
     config = config_of(model_folder(kinds, max_position_embeddings=length), **sizes)
     with world(config):
-        topk = torch.empty(tokens, 32, dtype=torch.int32)
+        topk = torch.empty(config.scheduler_config.max_num_batched_tokens, 32, dtype=torch.int32)
         for i in range(len(kinds)):
             CUDAAttention(config, prefix=f"model.layers.{i}.attn", topk_indices_buffer=topk)
         plan = planned_caches(config, pages=None, memory=POOL)

@@ -56,7 +56,9 @@ def named_config(**options: Any) -> VllmConfig:
 
 def layer_of(config: VllmConfig, index: int = 0) -> Any:
     """A new layer; those that others need are there already."""
-    return V41CUDAAttention(config, prefix=f"model.layers.{index}.attn")
+    rows, columns = config.scheduler_config.max_num_batched_tokens, config.model_config.hf_config.index_topk
+    topk = torch.empty(rows, columns, dtype=torch.int32)
+    return V41CUDAAttention(config, prefix=f"model.layers.{index}.attn", topk_indices_buffer=topk)
 
 
 # ---------------------------------------------------------------- what is asked for
