@@ -2,8 +2,8 @@
 
 Asks torch, and Triton and ml_dtypes if they are installed, and prints each answer that differs from the reports in
 docs/certificates/numerics. On a GPU, torch and Triton compute there; without one, Triton is interpreted.
-`--json FILE` writes this machine's report, which has versions and the name of the device, but no host name, path or
-serial number. `--table docs/numerics.md` makes the table of that page from the reports.
+Device 0 is asked. `--json FILE` writes this machine's report, which has versions and the name of the device, but no
+host name, path or serial number. `--table docs/numerics.md` makes the table of that page from the reports.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import argparse
 import json
 import os
 import platform
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -39,8 +41,8 @@ BEGIN, END = "<!-- numerics: begin -->", "<!-- numerics: end -->"
 
 INF, NAN = float("inf"), float("nan")
 CASTS = {
-    "float8_e4m3fn": (464.0, 464.5, 500.0, INF, NAN, 1.0625, 2.0**-10, 1.5 * 2.0**-10, -0.0),
-    "float8_e5m2": (61440.0, 65536.0, INF, NAN, 1.125),
+    "float8_e4m3fn": (464.0, 464.5, 500.0, INF, NAN, 1.0625, 1.0625 + 2.0**-12, 1.97, 2.0**-10, 1.5 * 2.0**-10, -0.0),
+    "float8_e5m2": (61440.0, 65536.0, INF, NAN, 1.125, 1.97),
     "float8_e4m3fnuz": (240.0, 250.0, INF, NAN, -0.0),
     "float8_e8m0fnu": (0.0, -1.0, 3.0, 1.5, 2.0**-130, INF, NAN),
     "bfloat16": (1.00390625, 3.4e38, 1e-40, NAN),
@@ -64,12 +66,25 @@ def number(value: float) -> str:
     return f"{value:.9g}"
 
 
-def answered(call: Callable[[], str]) -> str:
-    """What a probe answers; an error is an answer too."""
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 - whatever a library raises
-        return f"raises {type(error).__name__}"
+def refuse(sentence: str) -> NoReturn:
+    """Say what cannot be used, and end with exit code 2."""
+    print(sentence, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def answers_of(library: str, probes: dict[str, Callable[[], str]]) -> dict[str, str]:
+    """What a library answers to its probes. An error is an answer too; nothing but errors is said on stderr."""
+    answers, errors = {}, list[Exception]()
+    for row, probe in probes.items():
+        try:
+            answers[row] = probe()
+        except Exception as error:  # noqa: BLE001 - whatever a library raises
+            answers[row] = f"raises {type(error).__name__}"
+            errors.append(error)
+    if len(errors) == len(answers):
+        first = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
+        print(f"{library} is broken here: all its answers are errors, the first one is {first}", file=sys.stderr)
+    return answers
 
 
 def tensor(values: list[float] | tuple[float, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -287,6 +302,13 @@ def triton_dot(dtype: torch.dtype, k: int, factors: tuple[float, float], start: 
     return f"{(out[0, 0].double().item() - 1) / (factors[0] * factors[1]):.4g} of {k - 1}"
 
 
+def triton_operand() -> str:
+    """What a product by 1 leaves of 1 + 2^-12 in fp32, which tf32 does not hold."""
+    a, out = torch.full((64, 16), 1 + 2.0**-12, device=DEVICE), torch.zeros(64, 64, device=DEVICE)
+    dot_kernel[(1,)](a, torch.eye(64, 16, device=DEVICE), torch.zeros_like(out), out, K=16)
+    return number(out[0, 0].item())
+
+
 def triton_probes() -> dict[str, Callable[[], str]]:
     """Probes of Triton's kernels on the device, or interpreted, by row of the table."""
     rows: dict[str, Callable[[], str]] = {
@@ -313,6 +335,7 @@ def triton_probes() -> dict[str, Callable[[], str]]:
         "bf16 dot, 1 + 15 products of 2^-24": lambda: triton_dot(torch.bfloat16, 16, (2.0**-12, 2.0**-12)),
         "bf16 dot, 1 + 15 products of 2^-25": lambda: triton_dot(torch.bfloat16, 16, (2.0**-12, 2.0**-13)),
         "fp32 dot, 1 + 15 products of 2^-22": lambda: triton_dot(torch.float32, 16, (2.0**-11, 2.0**-11)),
+        "fp32 dot, (1 + 2^-12) 1": triton_operand,
     }
     # compiling fp8 products for RDNA3 takes very long.
     if torch.version.hip is None or not arch().startswith("gfx11"):
@@ -341,7 +364,7 @@ def arch() -> str:
 
 def is_interpreted() -> bool:
     """Whether Triton's kernels are interpreted."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return triton is not None and not isinstance(cast_kernel, triton.JITFunction)
 
 
 def libraries() -> dict[str, Callable[[], dict[str, Callable[[], str]]]]:
@@ -352,6 +375,21 @@ def libraries() -> dict[str, Callable[[], dict[str, Callable[[], str]]]]:
     if triton is not None and (DEVICE != "cpu" or is_interpreted()):
         found["triton interpreter" if is_interpreted() else "triton"] = triton_probes
     return found
+
+
+def left_out() -> list[str]:
+    """The libraries that are not asked, each with the reason."""
+    reasons = {"ml_dtypes": "not installed", "triton": "not installed"}
+    if triton is not None:
+        reasons["triton"] = "there is no GPU, and TRITON_INTERPRET is off"
+    asked = {library.split(maxsplit=1)[0] for library in libraries()}
+    return [f"{library} ({reason})" for library, reason in reasons.items() if library not in asked]
+
+
+def settings() -> dict[str, str]:
+    """What is set in the environment and changes answers."""
+    name = "TRITON_DEFAULT_FP_FUSION"
+    return {name: str(triton.knobs.language.default_fp_fusion)} if triton is not None and name in os.environ else {}
 
 
 def versions() -> dict[str, str]:
@@ -368,14 +406,13 @@ def report() -> dict[str, Any]:
     """This machine's report: the device, versions, and the answer of each library to each probe."""
     names = {"cuda": torch.cuda.get_device_name, "xpu": torch.xpu.get_device_name}
     name = names.get(DEVICE, platform.machine)()
+    capability = torch.backends.cpu.get_cpu_capability()
     return {
         "schema": 1,
-        "device": {"kind": DEVICE, "arch": arch(), "name": name},
+        "device": {"kind": DEVICE, "arch": arch(), "name": name, "cpu_capability": capability},
         "versions": versions(),
-        "answers": {
-            library: {row: answered(probe) for row, probe in probes().items()}
-            for library, probes in libraries().items()
-        },
+        **({"settings": settings()} if settings() else {}),
+        "answers": {library: answers_of(library, probes()) for library, probes in libraries().items()},
     }
 
 
@@ -386,33 +423,71 @@ def title(one: dict[str, Any], library: str) -> str:
     return f"{library} {version.split('+')[0]}{place}"
 
 
+def is_report(one: Any) -> bool:
+    """Whether this is a report that this script can compare."""
+    parts = [one.get(key) for key in ("device", "versions", "answers")] if isinstance(one, dict) else []
+    return (
+        bool(parts)
+        and one.get("schema") == 1
+        and all(isinstance(part, dict) for part in parts)
+        and {"arch", "name"} <= one["device"].keys()
+        and all(isinstance(rows, dict) for rows in one["answers"].values())
+        and all(isinstance(answer, str) for rows in one["answers"].values() for answer in rows.values())
+    )
+
+
 def committed() -> list[dict[str, Any]]:
     """The reports of the repository. There are none where this file stands alone."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(REPORTS.glob("*.json"))]
+    reports = []
+    for path in sorted(REPORTS.glob("*.json")):
+        try:
+            one = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            refuse(f"{path} cannot be read ({error}): remove it, or restore it by `git checkout`.")
+        if not is_report(one):
+            refuse(f"{path} is no report of schema 1: remove it, or write it by `--json` of this script.")
+        reports.append(one)
+    return reports
+
+
+def compared(here: dict[str, Any], reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reports that a report is compared with: those of its architecture if there are any, else all."""
+    return [one for one in reports if one["device"]["arch"] == here["device"]["arch"]] or reports
 
 
 def differences(here: dict[str, Any], reports: list[dict[str, Any]]) -> list[str]:
-    """Lines that say where a report differs: from one of its architecture if there is one, else from all the others."""
-    same = [one for one in reports if one["device"]["arch"] == here["device"]["arch"]]
-    lines = []
-    for one in same or reports:
-        for library, rows in here["answers"].items():
-            known = one["answers"].get(library, {})
-            lines += [
-                f"{library}: {row}: {known[row]} in {title(one, library)}, {answer} here"
-                for row, answer in rows.items()
-                if row in known and known[row] != answer
-            ]
-    return lines
+    """Lines that say where a report differs from others."""
+    return [
+        f"{library}: {row}: {known[row]} in {title(one, library)} ({one['device']['name']}), {answer} here"
+        for one in reports
+        for library, rows in here["answers"].items()
+        for known in [one["answers"].get(library, {})]
+        for row, answer in rows.items()
+        if row in known and known[row] != answer
+    ]
 
 
 def table(reports: list[dict[str, Any]]) -> str:
-    """The table of docs/numerics.md: a row for each probe, a column for each library of each report."""
-    columns = {title(one, library): rows for one in reports for library, rows in one["answers"].items()}
+    """The table of docs/numerics.md: a row for each probe, a column for each library of each report.
+
+    Columns with one title are one column where their answers agree; otherwise the later one has its device's name.
+    """
+    columns: dict[str, dict[str, str]] = {}
+    for one in reports:
+        for library, rows in one["answers"].items():
+            short = title(one, library)
+            for name in (short, f"{short}, {one['device']['name']}"):
+                known = columns.get(name, {})
+                if all(known.get(row, answer) == answer for row, answer in rows.items()):
+                    columns[name] = known | rows
+                    break
+            else:
+                refuse(f"Two reports in {REPORTS} are called {name!r} and have other answers: remove one of them.")
     names = list(dict.fromkeys(row for rows in columns.values() for row in rows))
     lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(rows.get(name, "") for rows in columns.values()) + " |" for name in names]
-    return "\n".join(lines)
+    devices = dict.fromkeys(f"{one['device']['name']} ({one['device']['arch']})" for one in reports)
+    return "\n".join(lines) + "\n\nReports of: " + ", ".join(devices) + "."
 
 
 def with_table(page: str, reports: list[dict[str, Any]]) -> str:
@@ -421,28 +496,52 @@ def with_table(page: str, reports: list[dict[str, Any]]) -> str:
     return f"{before}{BEGIN}\n\n{table(reports)}\n\n{END}{rest.split(END)[1]}"
 
 
+def page_of(path: Path) -> str:
+    """The text of a page that has the two marks of the table."""
+    try:
+        page = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        refuse(f"{path} cannot be read ({error}): name a page, such as docs/numerics.md, after --table.")
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        refuse(f"{path} does not have the lines {BEGIN!r} and {END!r}, once and in this order: add them.")
+    return page
+
+
 def main() -> None:
     """Run the probes, and print or write what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write this machine's report")
-    parser.add_argument("--table", type=Path, metavar="PAGE", help="make the table of a page, and run nothing")
+    parser.add_argument("--table", type=Path, metavar="PAGE", help="make the table of a page; alone it asks nothing")
     arguments = parser.parse_args()
-    if arguments.table is not None:
-        page = arguments.table.read_text(encoding="utf-8")
-        arguments.table.write_text(with_table(page, committed()), encoding="utf-8")
-        return
-    here = report()
-    print(f"{here['device']['name']} ({here['device']['arch']}), {here['versions']}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(here, indent=1) + "\n", encoding="utf-8")
     reports = committed()
+    page = page_of(arguments.table) if arguments.table is not None else ""
+    if arguments.json is None and page and not reports:
+        refuse(f"{REPORTS} has no reports: run this script in a clone, or write a report there by --json.")
+    if arguments.json is not None and (arguments.json.is_dir() or not os.access(arguments.json.parent, os.W_OK)):
+        refuse(f"{arguments.json} cannot be written: name a file in a folder that exists, after --json.")
+    if arguments.json is not None or not page:
+        # numpy warns of overflows, which are asked for.
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        tell(report(), reports, arguments.json)
+    if page:
+        arguments.table.write_text(with_table(page, committed()), encoding="utf-8")
+
+
+def tell(here: dict[str, Any], reports: list[dict[str, Any]], file: Path | None) -> None:
+    """Write a report, if a file is named, and print where it differs from others."""
+    print(f"{here['device']['name']} ({here['device']['arch']}), {here['versions']}")
+    if missing := left_out():
+        print("Left out:", ", ".join(missing))
+    if file is not None:
+        file.write_text(json.dumps(here, indent=1) + "\n", encoding="utf-8")
     if not reports:
         print(table([here]))
         return
-    lines = differences(here, reports)
+    others = compared(here, reports)
+    lines = differences(here, others)
     print("\n".join(lines))
     answers = sum(len(rows) for rows in here["answers"].values())
-    print(f"{answers} answers, {len(lines)} differences from {len(reports)} reports")
+    print(f"{answers} answers, {len(lines)} differences from {len(others)} reports")
 
 
 if __name__ == "__main__":

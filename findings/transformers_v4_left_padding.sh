@@ -5,7 +5,7 @@
 #   alone, as every decoder of transformers does.
 # Behaviour: the windows that become compressed entries are cut from the padded sequence, padding included, and the
 #   mask does not reach them. Five padding tokens move the logits of a tiny random model by more than a tenth of the
-#   largest one; right padding moves nothing. 5.23 and 5.24 agree.
+#   largest one; right padding moves nothing.
 # Who is hurt: generate() with prompts of different lengths, which pads on the left: each prompt's text depends on the
 #   longest of its batch.
 # Versions: transformers 5.24.0, torch 2.13.0 (CPU). Seen on 2026-11-28 with Python 3.11, without a GPU

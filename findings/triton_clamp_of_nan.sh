@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# tl.clamp of NaN gives another limit on sm_90 than on sm_80 and AMD, if the limits are symmetric.
+# tl.clamp of NaN uses other instructions on sm_90 than on sm_80 and AMD, if the limits are symmetric.
 #
 # Expectation: tl.clamp(NaN, -2, 2) is one of the two limits, the same on every device and for any limits.
-# Behaviour: from sm_90 on, limits of equal size become one minimum of absolute values that keeps the sign, which
-#   gives +2 for NaN (measured on an H200). Other limits, and sm_80, use a maximum and then a minimum, and so give the
-#   lower limit: the maximum of NaN and -2 is -2. AMD's compiler folds the clamp to the lower limit for any limits. So
-#   one kernel has two answers on one device, by its limits. min(max(x, low), high) gives the lower limit everywhere.
-# Who is hurt: quantisers that clamp before a cast: NaN becomes +448 on one device and -448 on the other.
+# Behaviour: from sm_90 on, limits of equal size become one minimum of absolute values that keeps the sign.
+#   What that gives for NaN only a GPU shows (docs/numerics.md has it). Other limits, and sm_80, use a maximum and then
+#   a minimum, and so give the lower limit: the maximum of NaN and -2 is -2. AMD's compiler folds the clamp to the lower
+#   limit for any limits. min(max(x, low), high) gives the lower limit everywhere.
+# Who is hurt: quantisers that clamp before a cast: NaN becomes another limit by the device.
 # Versions: triton 3.9.0. Seen on 2026-11-28 with Python 3.11, without a GPU
 set -euo pipefail
 folder=$(mktemp -d)

@@ -69,8 +69,8 @@ for kernel in (gather, scatter):
     print(triton.__version__, kernel.__name__ + ":", ", ".join(answers))
 PROBE
 export TRITON_CACHE_DIR="$folder/cache" TRITON_DEFAULT_FP_FUSION=1
-PYTHONPATH=t3.6.0 "${PYTHON:-python3}" probe.py 2> log > seen
-PYTHONPATH=t3.9.0 "${PYTHON:-python3}" probe.py 2> log >> seen
+PYTHONPATH=t3.6.0 "${PYTHON:-python3}" probe.py > seen 2> log || { cat log; exit 1; }
+PYTHONPATH=t3.9.0 "${PYTHON:-python3}" probe.py >> seen 2> log || { cat log; exit 1; }
 
 cat > expected <<'EXPECTED'
 3.6.0 gather: 80 compiles, 90 PTXASError, 100 compiles, 120 compiles, gfx942 compiles
