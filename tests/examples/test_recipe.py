@@ -148,7 +148,7 @@ def _options(name: str) -> set[str]:
 def test_every_clause_it_names_exists() -> None:
     contract = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
     clauses = [
-        clause for group in re.findall(r"\(([A-Z]\d?[^()`]*)\)", TEXT) for clause in re.findall(r"[A-Z]\d*", group)
+        clause for group in re.findall(r"\(([A-Z]\d?[^()`]*)\)", TEXT) for clause in re.findall(r"\b[A-Z]\d*\b", group)
     ]
     assert len(clauses) > 8
     for clause in clauses:
