@@ -3,6 +3,9 @@
 The selection of a product of three or more axes keeps every pair of values that the product has (`pairwise`). That of
 two axes takes the values of one in turn with those of the other (`in_turn`): it has every value, and half of the pairs.
 Which half depends on the test's name, so that a pair that one test leaves out is in another test of the same product.
+
+In the folders whose tests run interpreted kernels or whole models, `make test` takes two cases of each test. Which two
+depends on the test's name. The further cases are marked `matrix`, so CI runs them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,13 @@ import pytest
 
 __all__ = ["COLLECTED", "in_turn", "pairwise", "pytest_collection_modifyitems", "turn_of"]
 
+COSTLY = (
+    "backends", "compat", "core/attention", "core/context_parallel", "core/layer", "core/memory", "integrations",
+    "parity", "serving", "tools/replay",
+)  # fmt: skip
+"""Folders of `tests` whose tests run interpreted kernels or whole models."""
+CASES = 2
+"""Cases of a test in these folders that have no marker of a further run."""
 COLLECTED = pytest.StashKey[dict[str, set[str]]]()
 """Every test that a run collects, by its name, with its markers, before an expression selects some."""
 
@@ -83,10 +93,27 @@ def _mark_left_out(items: Sequence[pytest.Item]) -> None:
                 function.add_marker("slow")
 
 
+def _mark_further_cases(items: Sequence[pytest.Item]) -> None:
+    """Mark all but CASES cases of each test in a costly folder `matrix`."""
+    further, tests = {"mutation", "matrix", "slow"}, dict[str, list[pytest.Item]]()
+    for item in items:
+        folder = item.path.parent.as_posix().rpartition("/tests/")[2]
+        if folder.startswith(COSTLY) and further.isdisjoint(mark.name for mark in item.iter_markers()):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in tests.items():
+        count = len(cases)
+        first = crc32(name.encode()) % count
+        kept = {(first + number * count // CASES) % count for number in range(CASES)}
+        for number, case in enumerate(cases):
+            if number not in kept:
+                case.add_marker("matrix")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what pairwise selections leave out. Leave slow tests to a run that says so (-m slow)."""
+    """Mark what selections leave out. Leave slow tests to a run that says so (-m slow)."""
     _mark_left_out(items)
+    _mark_further_cases(items)
     config.stash[COLLECTED] = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]

@@ -57,12 +57,22 @@ def test_every_collected_test_belongs_to_the_targets_that_its_markers_say(reques
             assert own == by_target[target]
 
 
-def test_every_file_keeps_tests_in_the_default_run(request: pytest.FixtureRequest) -> None:
+WHOLLY_LONG = {
+    f"tests/{name}.py"
+    for name in (
+        "backends/_triton/layer/test_context_parallel", "backends/_triton/layer/test_gates",
+        "backends/triton/test_deterministic_layers", "integrations/test_transformers_patch_device",
+    )
+}  # fmt: skip
+"""Files whose every test takes 7 to 12 s; `make test-rest` runs them."""
+
+
+def test_every_file_keeps_tests_in_the_default_run_unless_all_are_long(request: pytest.FixtureRequest) -> None:
     collected = request.config.stash[COLLECTED]
     files = {name.partition("::")[0] for name in collected}
     kept = {name.partition("::")[0] for name, marks in collected.items() if not marks & {"mutation", "matrix"}}
 
-    assert sorted(files - kept) == []
+    assert files - kept <= WHOLLY_LONG
 
 
 SAMPLE = """

@@ -189,6 +189,7 @@ def test_the_requests_of_the_built_in_trace_are_those_it_names() -> None:
     assert f"trace generated ({len(trace)} requests, longest {longest:,} tokens)\n" in COMMANDS
 
 
+@pytest.mark.matrix
 def test_short_requests_print_the_line_that_the_page_of_commands_shows() -> None:
     [shown] = re.findall(r"(?m)^selection was not exercised: .*$", COMMANDS)
     short = ["run", "--trace", "long", "--layers", "c4a", "--max-requests", "1", "--max-tokens", "4"]

@@ -75,6 +75,7 @@ def test_scratch_keeps_within_its_bound(form: str, deterministic: bool, kind: La
                     assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
 
 
+@pytest.mark.matrix
 @pytest.mark.in_turn
 @all_kinds
 @each_form

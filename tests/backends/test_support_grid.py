@@ -81,6 +81,7 @@ def grid(kind: LayerKind, phase: Phase, whole: bool) -> Iterator[Problem]:
                 yield Problem(phase, layer, window, compressed, topk)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -207,6 +207,7 @@ def test_prefill_of_small_cases_is_right(case: PrefillCase, target: str) -> None
     run_prefill(case, target)
 
 
+@pytest.mark.matrix
 @patient(DECODE_TARGETS)
 @pytest.mark.parametrize("case", [case for case in SMALL_DECODE if not few(case)], ids=str)
 def test_decode_of_many_rows_is_right(case: DecodeCase, target: str) -> None:

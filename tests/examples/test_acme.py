@@ -70,6 +70,7 @@ def chosen(place: Place, backend: str = "") -> dict[str, Any]:
 # seen
 
 
+@pytest.mark.matrix
 def test_g8_a_wheel_with_one_entry_point_is_listed_and_a_broken_one_beside_it_too(mixed: Place) -> None:
     rows = {row["name"]: row for row in mixed.json("backends")["backends"]}
 
@@ -80,6 +81,7 @@ def test_g8_a_wheel_with_one_entry_point_is_listed_and_a_broken_one_beside_it_to
     assert "ImportError: libbroken.so.3" in rows["broken"]["note"]
 
 
+@pytest.mark.matrix
 def test_g8_the_doctor_shows_the_broken_wheels_traceback_and_nothing_else(mixed: Place) -> None:
     output = mixed.json("doctor", code=1)
 
@@ -188,6 +190,7 @@ def without_broken(output: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in output.items() if key not in ("date", "seconds")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "command",
     [
@@ -225,6 +228,7 @@ def test_g8_the_kit_certifies_it(mixed: Place) -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chosen", "least"),
     [

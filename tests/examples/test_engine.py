@@ -23,6 +23,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("engine")
 
 
+@pytest.mark.matrix
 def test_it_serves_mixed_batches_and_a_prefix_hit_and_generates_the_same_without_it(engine: ModuleType) -> None:
     done = CliRunner().invoke(engine.main, [])
 

@@ -75,6 +75,7 @@ def test_a_difference_is_said_and_fails_unless_pages_round(
     assert done.output.splitlines()[-1].startswith(f"{'ok' if fine else 'DIFFERENT'}: {agreeing} of 8 tokens agree")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("args", "said"), [("--backend=referencee", "did you mean 'reference'"), ("--kv-layout=fp8", "fp8_ds_mla")]
 )

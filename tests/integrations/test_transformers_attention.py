@@ -118,6 +118,7 @@ def test_a_model_is_made_with_the_name() -> None:
     assert deviation(got, logits(causal_model(), "eager", (30,), cached=False, **prompts(30))) <= TOLERANCE
 
 
+@pytest.mark.matrix
 def test_a_compiled_layer_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = causal_model().model.layers[1].self_attn
     monkeypatch.setattr(layer, "forward", torch.compile(layer.forward, backend="eager"))
@@ -154,6 +155,7 @@ def test_bf16_is_as_near_to_fp32_as_eager_in_bf16() -> None:
 # kernels
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name", but_twins(*(name for name, info in infos().items() if info.rank is not Rank.REFERENCE))
 )

@@ -48,6 +48,7 @@ def test_logits_equal_transformers(chunks: tuple[int, ...], seed: int) -> None:
 LONG = {"whole": (640,), "chunks": (200, 100, 1, 1, 39, 299), "last 40 alone": (255, 345, *[1] * 40)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[] if mode == "chunks" else pytest.mark.matrix) for mode in LONG]
 )
@@ -144,6 +145,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_in_bf16() -> None:
 # tokens
 
 
+@pytest.mark.matrix
 def test_generate_gives_the_tokens_of_each_prompt_alone() -> None:
     model = causal_model()
     sequences = prompts(model, *PROMPTS)
@@ -157,6 +159,7 @@ def test_generate_gives_the_tokens_of_each_prompt_alone() -> None:
     assert len(want.unique()) > 10
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 7}, {"use_cache": False}], ids=str)
 def test_generate_with_options_gives_the_tokens_of_transformers(options: dict[str, Any]) -> None:
     model = causal_model()
@@ -177,6 +180,7 @@ def test_beam_search_gives_the_tokens_of_transformers() -> None:
         assert handle.num_sequences == 0
 
 
+@pytest.mark.matrix
 def test_several_turns_with_one_cache_give_the_tokens_of_transformers() -> None:
     from transformers import DynamicCache
 
@@ -204,6 +208,7 @@ def test_several_turns_with_one_cache_give_the_tokens_of_transformers() -> None:
 
 
 # attention of transformers' models calls every backend alike: `test_kernels_equal_eager` runs each
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     [

@@ -248,6 +248,7 @@ def test_full_memory_in_a_call_of_a_cache_changes_nothing(name: str, monkeypatch
         assert set(handle.kv_bytes().values()) == {0}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("used", [False, True])
 def test_full_memory_before_a_call_runs_leaves_the_cache_as_it_was(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocations that plan a call of the model fail in turn. Pages for its tokens may stay with the cache."""

@@ -24,6 +24,7 @@ BOUND = {("fp32", torch.float32): 1e-2, ("bf16", torch.bfloat16): 0.1, ("fp8_ds_
 
 
 # on a CPU other tests have fp32 and bf16 pages
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [

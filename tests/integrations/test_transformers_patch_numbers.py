@@ -72,6 +72,7 @@ def agreement(kv_layout: str, tokens: int, numbers: int) -> Agreement:
     return Agreement.of(torch.cat(got, 1), torch.cat(want, 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kv_layout", "tokens", "numbers", "top1", "clear_top1", "largest", "rms"),
     [
@@ -131,6 +132,7 @@ def test_a_trained_model_says_the_same_token_at_99_of_100_of_4000_positions() ->
     assert actual.rms <= 0.01
 
 
+@pytest.mark.matrix
 def test_a_kernel_on_fp8_pages_agrees_with_the_reference() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     model = causal_model()
@@ -168,11 +170,13 @@ def bits(name: str, layout: str, mode: str) -> Tensor:
         return chunked(model, ids_of(model, 37), CHUNKS[mode])
 
 
+@pytest.mark.matrix
 @with_one_quick(["chunks", "tokens"], "tokens")
 def test_deterministic_bits_do_not_depend_on_chunks(mode: str, layout: str) -> None:
     assert torch.equal(bits("reference", layout, mode), bits("reference", layout, "whole"))
 
 
+@pytest.mark.matrix
 @with_one_quick(CHUNKS, "chunks")
 def test_deterministic_bits_do_not_depend_on_the_batch(mode: str, layout: str) -> None:
     model = causal_model()
@@ -211,6 +215,7 @@ def test_without_deterministic_the_same_comparison_finds_a_difference() -> None:
     assert not torch.equal(whole, parts)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_index_keys_whose_dims_all_have_rope_equal_transformers(backend: str) -> None:
     model = new_model(hf.config(index_head_dim=hf.ROPE_DIM), 3)

@@ -93,6 +93,7 @@ def names() -> list[str]:
     return [name for name, _ in causal_model().named_parameters() if ".self_attn." in name]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shift", range(2))
 def test_each_weight_of_attention_alone(shift: int) -> None:
     """One after the other, in every way in turn."""

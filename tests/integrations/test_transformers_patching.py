@@ -302,6 +302,7 @@ def quantised(linear: Any) -> tuple[Any, Tensor]:
     return fp8_linear.requires_grad_(requires_grad=False), dense
 
 
+@pytest.mark.matrix
 def test_fp8_modules_equal_their_weights_in_bf16() -> None:
     dense, fp8 = (copy.deepcopy(causal_model(large=True)).to(torch.bfloat16) for _ in range(2))
     for plain, scaled in zip(dense.model.layers, fp8.model.layers, strict=True):

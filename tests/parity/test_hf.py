@@ -97,6 +97,7 @@ def test_the_traces_exercise_every_feature(seed: int, kind: LayerKind) -> None:
     assert deviation(hf.with_keys(seen, seen.keys), seen.output.double()) < TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["chunked", "token"])
 @every_seed
 def test_transformers_agrees_with_itself_and_with_us_through_its_own_cache(seed: int, mode: str) -> None:

@@ -128,6 +128,7 @@ def test_layers_lack_the_ops_of_other_kinds_and_versions() -> None:
 # bisection
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "bug", [pytest.param(bug, marks=[pytest.mark.mutation] * (i > 1)) for i, bug in enumerate(BUGS)]
 )

@@ -59,6 +59,7 @@ def test_a_built_in_backend_asked_for_by_name_loads_no_plugin(
 RUN = "run --max-requests 1 --max-tokens 4"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("command", ["conform reference --filter lse-decode", RUN])
 def test_commands_that_name_a_built_in_backend_load_no_plugin(wheels: VendorWheels, command: str) -> None:
     wheels.install("dsv4attn-acme", TRAP + plugin())

@@ -165,6 +165,7 @@ def test_g27_replayed_tokens_write_no_page_that_the_hit_owns(model: str, case: s
     hit.check(model, chunks, padding=3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", STACKS)
 def test_g27_neither_do_kernels(model: str) -> None:
     Hit(model, "triton", 35, 26).run_changed([9, 4], padding=1)

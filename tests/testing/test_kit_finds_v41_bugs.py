@@ -120,6 +120,7 @@ def test_g23_a_wrong_step_of_v41_fails_the_cases_that_are_about_it(mutant: str) 
     assert [o.trace for o in certificate.outcomes if o.trace] == [], "a wrong answer, not an exception"
 
 
+@pytest.mark.matrix
 def test_the_reference_passes_all_cases_of_v41() -> None:
     none_fail(ReferenceBackend, "V")
 

@@ -92,6 +92,7 @@ def test_a_mutant_fails_its_case(mutant: str) -> None:
     assert clause in all_fail(make, patterns).by_clause()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("made", [ReferenceBackend, paged, with_op(GATHER), with_attention(attend, of=paged)])
 def test_what_mutants_are_made_of_passes(made: Callable[[], Any]) -> None:
     none_fail(made, "nan-*,beyond-gather")

@@ -62,6 +62,7 @@ def test_memory_that_cannot_be_had_is_a_reason_to_skip(monkeypatch: pytest.Monke
         OracleCache.blank(layout("ocp"), 3, PagePlacement(64), "cpu")
 
 
+@pytest.mark.matrix
 @pytest.mark.in_turn
 @pytest.mark.parametrize("pattern", ["plain", "behind", "holes", "outside", "empty", "one"])
 @pytest.mark.parametrize("kind", ["swa", "c4a"])

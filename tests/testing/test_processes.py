@@ -61,6 +61,7 @@ def certificate_of(cases: list[Case], jobs: int = 1, seconds: float = 60) -> Cer
     return certificates_of([REFERENCE], cases, outcomes)[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_case_that_ends_its_process_or_does_not_end_has_failed_and_the_others_run(jobs: int) -> None:
     cases = [case_of(does(action), name=name) for name, action in PLANTS.items()]

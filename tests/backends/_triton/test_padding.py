@@ -27,6 +27,7 @@ def layers(**options: Any) -> LayerStack:
     return v41_stack(layout, "triton", **{"limits": limits, "geometry": geometry, **options})
 
 
+@pytest.mark.matrix
 def test_padding_with_tables_of_a_live_request_leaves_the_oracle_s_outputs() -> None:
     assert worst_layer_error(with_padding(layers(), None, validate=False), STEPS) <= ROUNDED
 

@@ -69,6 +69,7 @@ def test_each_kernel_keeps_its_limits_and_its_occupancy(target: str) -> None:
     assert {form: faults(target, form, need) for form, need in needed.items()} == {form: [] for form in BLOCKS}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("target", [TARGETS[0], pytest.param(TARGETS[1], marks=pytest.mark.slow)])
 def test_a_row_with_tiles_that_are_too_large_is_caught(target: str) -> None:
     form = "prefill gathered, 64 heads"

@@ -237,6 +237,7 @@ def test_scratch_of_wide_windows_keeps_within_its_bound() -> None:
 THROUGH = "decode-*,prefill-*,mixed-*,sink-*,lse-*,call-empty-*,verify-*,call-holes-*,F9"
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not INTERPRETED, reason="tensors are on the CPU")
 @pytest.mark.parametrize("in_range", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_the_whole_of_forward_mqa_goes_through_flashinfers_contract(

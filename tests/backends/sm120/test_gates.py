@@ -18,6 +18,7 @@ def test_attention_keeps_every_limit(target: str) -> None:
     assert broken_limits("sm120", [target], "--kernel", "attention", "--kernel", "reduce") == []
 
 
+@pytest.mark.matrix
 def test_what_stands_around_flashinfer_keeps_every_limit() -> None:
     kernels = told_by(str(Path(__file__).with_name("compiles.py")))
 

@@ -37,6 +37,7 @@ def mark_of(case: Case) -> Any:
     return pytest.mark.slow if case.name in LONG else pytest.mark.matrix
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=case.name, marks=mark_of(case)) for case in chosen(CASES, "D2,!graph")],

@@ -107,6 +107,7 @@ def test_only_the_chosen_form_of_decode_is_announced() -> None:
     assert (gathers(announced["gathered"]), pages(announced["gathered"])) == (True, False)
 
 
+@pytest.mark.matrix
 def test_its_own_kernels_fit_devices_that_are_not_here() -> None:
     outcomes_by_target = told_by("-m", "tests.backends.xpu.compiles", "sm_80", "gfx942")
 

@@ -43,6 +43,7 @@ def check_in_steps(whole: StepFixture, cuts: Sequence[Sequence[int]], *forms: st
         assert_same_caches(caches[form], whole.problem(REFERENCE_FORMS[form]).caches, whole)
 
 
+@pytest.mark.matrix
 @searched(
     60,
     kind=st.sampled_from(list(LayerKind)),
@@ -207,6 +208,7 @@ def test_short_prompts_share_a_chunk_and_a_long_one_does_not_claim_memory_for_fo
     assert max(c.num_requests * (c.entries + c.gather) for c in long) <= 200
 
 
+@pytest.mark.matrix
 @searched(60, scenario=scenarios(num_speculative_tokens=0), elements=st.sampled_from([1, 60, 300, 2000]))
 def test_small_chunks_give_the_rows_of_large_ones(scenario: StepFixture, elements: int) -> None:
     limits = attrs.evolve(scenario.limits, max_index_elements=elements)

@@ -121,6 +121,7 @@ def test_rows_of_q_after_the_slot_mapping_are_processed_and_not_inserted(kind: L
     assert_same_bits((out[:7], lse[:7]), problems[0].run(REFERENCE_FORMS[form]))
 
 
+@pytest.mark.matrix
 @given(scenario=scenarios(layout=layouts(tiny_geometry())["ocp"], geometry=tiny_geometry(), compressed_block_tokens=32))
 @examples(30)
 def test_fnuz_and_interleaved_caches_read_like_the_standard_one(scenario: StepFixture) -> None:

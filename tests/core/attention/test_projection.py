@@ -235,6 +235,7 @@ def test_nothing_is_converted_for_it_nor_read_while_a_graph_is_captured(monkeypa
 # ranks
 
 
+@pytest.mark.matrix
 def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
     run_ranks(project, 2, str(tmp_path), size=2)
 

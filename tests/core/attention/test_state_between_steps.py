@@ -81,6 +81,7 @@ def problems(backend: ReferenceBackend) -> list[ForwardArgs]:
     return result
 
 
+@pytest.mark.matrix
 @all_forms
 def test_steps_of_any_layers_in_one_workspace_give_what_each_gives_in_its_own(form: str) -> None:
     keys, indices = form.split("-")

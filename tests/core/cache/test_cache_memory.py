@@ -210,6 +210,7 @@ def of_strides(tensor: Tensor, *strides: int, start: int = 0) -> Tensor:
 MATRIX = [pytest.param(name, marks=pytest.mark.matrix) for name in triton_backends() if name not in EVERYWHERE]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", [*EVERYWHERE, *MATRIX])
 def test_layers_refuse_other_strides_before_any_write_and_take_other_addresses(backend: str) -> None:
     """Decodes after steps that were prepared, and prefills, of layers of every kind, with each of their caches."""

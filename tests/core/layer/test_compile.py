@@ -129,6 +129,7 @@ def test_a_compiled_layer_equals_eager_in_every_step(kind: int) -> None:
     assert run(whole(kind), "aot_eager").same(run(whole(kind), None))
 
 
+@pytest.mark.matrix
 def test_layers_of_v41_in_one_graph_equal_eager() -> None:
     """Readers get the entries, selections and candidates that their sources wrote in the same graph."""
     assert run(v41_stack(), "aot_eager").same(run(v41_stack(), None))
@@ -171,6 +172,7 @@ def memory(layer: object) -> list[Tensor]:
     return [*pages, layer.topk_indices_buffer]  # type: ignore[attr-defined]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("together", "compiler", "steps"),
     [
@@ -322,6 +324,7 @@ def test_a_graph_of_a_layer_that_is_gone_says_so() -> None:
 STEP = st.lists(st.integers(1, 12), min_size=1, max_size=3)
 
 
+@pytest.mark.matrix
 @search(3)
 @given(st.lists(STEP, min_size=1, max_size=4), st.sampled_from([(0,), (1,), (2,), (1, 0, 2), (2, 1, 1)]))
 def test_compiled_equals_eager_for_any_layers_and_steps(steps: list[list[int]], kinds: tuple[int, ...]) -> None:

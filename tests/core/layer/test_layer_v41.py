@@ -58,6 +58,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_role_is_right_on_records_of_codes(form: str) -> None:
     # a value that fp32 rounds to another code than float64 is off by up to an eighth, by half of it in fp4
@@ -73,6 +74,7 @@ def test_every_role_is_right_on_a_backend_of_kernels() -> None:
     assert worst_layer_error(whole, [[(1, 5)], [(0, 12), (1, 4)], [(0, 1), (1, 1)]]) <= ROUNDED
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_every_role_is_right_if_all_dims_of_index_keys_have_rope(backend: str) -> None:
     whole = v41_stack(backend=backend, geometry=attrs.evolve(SMALL_V41, index_head_dim=SMALL_V41.rope_dim))
@@ -294,6 +296,7 @@ def test_rings_of_one_block_are_states_too() -> None:
         whole.manager.metadata(none)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("context", [6, 7])
 def test_on_a_ring_a_step_may_be_repeated_unless_it_is_long_and_begins_within_an_entry(context: int) -> None:
     """A ring of 4 rows: up to 3 tokens leave the state of the token before the step."""

@@ -87,6 +87,7 @@ def test_layers_that_read_may_run_on_the_last_rows_of_a_step(count: int) -> None
     assert not near(actual[0], expected[5][rows])
 
 
+@pytest.mark.matrix
 def test_kernels_read_those_rows_too() -> None:
     whole, step = begun("triton")
     _, _, positions, hidden = step

@@ -219,6 +219,7 @@ def decoder_weights(model: str, form: str) -> dict[str, Any]:
     ],
 )
 # inductor warns about torch's own use of these when it is imported
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_decoder_layer_has_its_new_weights_after_every_change(model: str, form: str, compiler: str | None) -> None:
     """All weights at once, in one way after another: in the next call, or after `refresh` where the table says so.
@@ -482,6 +483,7 @@ def test_a_copy_of_a_layer_follows_its_own_weights() -> None:
     assert not parts[1].changed()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
 def test_parts_of_ranks_see_what_is_written_to_the_whole(form: str) -> None:
     """Each weight alone: those that are divided, by rows or by columns, and those that are not."""

@@ -310,6 +310,7 @@ def test_g11_temporaries_stay_within_the_plan(
         assert peak_temporaries(call) <= plan_of(problem, backend).transient_bytes
 
 
+@pytest.mark.matrix
 @all_kinds
 def test_g11_real_dims_stay_within_the_plan(kind: LayerKind) -> None:
     """Eight heads of 512 with real tiles: attention of 600 tokens over a context of 5,000."""

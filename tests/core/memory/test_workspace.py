@@ -440,6 +440,7 @@ def test_a_copy_has_memory_of_its_own_in_lanes_of_the_same_sizes(name: str, debu
     copied.check_canaries()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_workspace_that_ran_steps_is_copied(backend: str, name: str) -> None:

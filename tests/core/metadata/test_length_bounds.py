@@ -35,6 +35,7 @@ def run(whole: LayerStack, excess: int, *, validate: bool) -> list[Tensor]:
     return outputs
 
 
+@pytest.mark.matrix
 @pytest.mark.pairwise
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("excess", [1, 3, 30])

@@ -132,6 +132,7 @@ OF_KIND = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", LayerKind)
 def test_every_part_of_a_layer_is_there(kind: LayerKind) -> None:
     # more entries than a token selects

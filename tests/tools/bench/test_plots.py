@@ -124,6 +124,7 @@ def test_bars_are_as_high_as_the_rates_and_labelled_with_times(tmp_path: Path, f
     assert axis.lines[0].get_ydata()[0] == pytest.approx(2e10 / 1e-5 / 1e12)
 
 
+@pytest.mark.matrix
 def test_each_bar_says_its_speed_by_that_of_a_peer_as_the_table_does(tmp_path: Path, figures: list[Any]) -> None:
     values = run([row(us=100.0, vs={"flash_mla": 1.253}), row(by="flash_mla", us=125.3, is_peer=True)])
     draw([values], tmp_path)
@@ -136,6 +137,7 @@ def test_each_bar_says_its_speed_by_that_of_a_peer_as_the_table_does(tmp_path: P
     assert "1.25" in console.export_text()
 
 
+@pytest.mark.matrix
 def test_axes_have_names_and_units_and_the_method_is_named(drawn_runs: Any) -> None:
     for _, figure in drawn_runs("of all kinds").values():
         assert "whole calls by `dsv4attn bench`" in words(figure)
@@ -144,6 +146,7 @@ def test_axes_have_names_and_units_and_the_method_is_named(drawn_runs: Any) -> N
         assert any(unit in shown[0].get_ylabel() for unit in ("(TFLOP/s)", "(GB/s)", "(us)"))
 
 
+@pytest.mark.matrix
 def test_what_has_no_time_has_no_bar(tmp_path: Path, figures: list[Any]) -> None:
     draw([run([row(), row(by="wrong", us=None, state="wrong")])], tmp_path)
 
@@ -151,6 +154,7 @@ def test_what_has_no_time_has_no_bar(tmp_path: Path, figures: list[Any]) -> None
     assert draw([run([row(us=None, state="wrong")])], tmp_path) == []
 
 
+@pytest.mark.matrix
 def test_cliffs_have_rings(tmp_path: Path, figures: list[Any]) -> None:
     def at(x: int, us: float) -> BenchRow:
         return row(f"batch flash_c4 b={x}", us=us, least=1e-6 * x, series="batch", x=x)
@@ -178,6 +182,7 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
         check_folder(tmp_path)
 
 
+@pytest.mark.matrix
 def test_labels_of_bars_stay_below_the_title_of_their_panel(tmp_path: Path, figures: list[Any]) -> None:
     draw([run([row("index paged b=1 t=1 k=8", "one", vs={"deep_gemm": 1.1})])], tmp_path)
 
@@ -188,6 +193,7 @@ def test_labels_of_bars_stay_below_the_title_of_their_panel(tmp_path: Path, figu
     assert axis.get_xlabel() == "requests (b), tokens (t), index keys (k)"
 
 
+@pytest.mark.matrix
 def test_several_peers_are_named_on_the_bars(tmp_path: Path, figures: list[Any]) -> None:
     draw([run([row(us=100.0, vs={"flash_mla": 1.253, "vllm": 2.0})])], tmp_path)
     assert "100 us, 1.25x FlashMLA, 2.00x vLLM" in words(figures[0]).split("\n")
@@ -245,6 +251,7 @@ def _at_a_tick(text: Any, limits: Any) -> bool:
     return bool(limits.x0 <= x <= limits.x1 or limits.y0 <= y <= limits.y1)
 
 
+@pytest.mark.matrix
 def test_no_text_is_cut_at_an_edge(drawn: dict[str, Any]) -> None:
     for name, figure in drawn.items():
         width, height = figure.canvas.get_width_height()
@@ -274,6 +281,7 @@ def test_no_line_runs_through_a_label_and_every_line_is_within_the_axis(drawn: d
                     assert not path.intersects_bbox(text.get_window_extent(), filled=False), (name, text.get_text())
 
 
+@pytest.mark.matrix
 def test_the_roofline_of_every_panel_is_drawn(tmp_path: Path, figures: list[Any]) -> None:
     values = of_windows_and_pro()
     draw([values], tmp_path)
@@ -282,6 +290,7 @@ def test_the_roofline_of_every_panel_is_drawn(tmp_path: Path, figures: list[Any]
         assert [line.get_ydata()[0] for line in axis.lines] == pytest.approx([250.0] * 3)
 
 
+@pytest.mark.matrix
 def test_speeds_have_a_panel_for_decodes_and_one_for_prompts(tmp_path: Path, figures: list[Any]) -> None:
     decode, prefill = committed("decode"), committed("prefill")
     assert [path.stem for path in draw([decode, prefill], tmp_path)] == ["decode", "prefill", "prefill-rows", "speed"]
@@ -301,6 +310,7 @@ def test_speeds_have_a_panel_for_decodes_and_one_for_prompts(tmp_path: Path, fig
     assert {"Decode", "Prefill", *backends} <= {*said.split("\n")}
 
 
+@pytest.mark.matrix
 def test_speeds_of_one_file_have_one_panel(tmp_path: Path, figures: list[Any]) -> None:
     draw([committed("prefill")], tmp_path)
     assert [axis.get_title("left") for axis in figures[-1].axes] == ["Prefill"]

@@ -44,6 +44,7 @@ def rows(backend: Backend, kernel: str, preset: str = "flash_swa", peers: Sequen
     return runner(backend, peers).run(case)
 
 
+@pytest.mark.matrix
 @pytest.mark.in_turn
 @pytest.mark.parametrize("keys", ["gathered", "paged"])
 @pytest.mark.parametrize("form", ["dense", "ragged"])

@@ -195,6 +195,7 @@ def test_nothing_measured_is_a_failure(machine: Machine, monkeypatch: pytest.Mon
     assert "refused: decode flash_swa b=2, reference: HEADS 64, needs 8" in lines
 
 
+@pytest.mark.matrix
 def test_a_saved_run_is_shown_compared_and_drawn_without_measuring(machine: Machine, tmp_path: Path) -> None:
     code, first = machine.run("bench", *QUICK, "--save", "run.json")
     assert code == 0
@@ -206,6 +207,7 @@ def test_a_saved_run_is_shown_compared_and_drawn_without_measuring(machine: Mach
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["decode.png"]
 
 
+@pytest.mark.matrix
 def test_several_saved_runs_are_shown_and_drawn_together(machine: Machine, tmp_path: Path) -> None:
     peer = {"flash_mla": 1.5}
     decode = save(tmp_path / "decode.json", row(us=50, vs=peer), row(by="flash_mla", us=75, is_peer=True))

@@ -305,6 +305,7 @@ def test_an_import_that_fails_is_a_problem_with_its_last_line(
     assert "__init__.py" in problem["trace"]
 
 
+@pytest.mark.matrix
 def test_a_torch_that_works_says_what_it_is_built_for() -> None:
     attempt = TRIED("torch")
 

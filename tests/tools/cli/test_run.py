@@ -266,6 +266,7 @@ def test_the_progress_bar_is_for_people_only(model: str) -> None:
     assert invoke("--model", model, "--max-requests", 1).stderr == ""
 
 
+@pytest.mark.matrix
 def test_without_a_terminal_progress_is_plain_lines_on_stderr(
     model: str, trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +296,7 @@ def test_the_number_of_threads_is_chosen_shown_and_put_back(model: str, monkeypa
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.matrix
 def test_real_geometry_is_the_default() -> None:
     values = as_json("--max-requests", 1, "--max-tokens", 4, "--layers", "swa")
 
@@ -303,6 +305,7 @@ def test_real_geometry_is_the_default() -> None:
     assert [p.name for p in run.params if p.default == "flash"] == ["model"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [["--layers", "swa"], ["--cache", "bf16"], ["--cache", "fp32"], ["--seed", "5"]])
 def test_whole_layers_run_in_any_setting_and_are_repeatable(model: str, trace: str, options: list[str]) -> None:
     first, second = (as_json("--model", model, "--trace", trace, *options) for _ in range(2))
@@ -352,6 +355,7 @@ def test_the_default_trace_finds_a_wrong_selection(
     assert re.search(r"(?m)^c4a: .*selection ", result.stdout)
 
 
+@pytest.mark.matrix
 def test_the_number_of_selected_entries_is_an_option_and_is_said(model: str, trace: str) -> None:
     def topk(*options: object) -> tuple[int, int | None]:
         values = as_json("--model", model, "--layers", "c4a", *options)
@@ -366,6 +370,7 @@ def test_the_number_of_selected_entries_is_an_option_and_is_said(model: str, tra
     assert "instead of" not in invoke("--model", model).stdout
 
 
+@pytest.mark.matrix
 def test_short_requests_are_said_not_to_exercise_the_selection(model: str, trace: str) -> None:
     short = ["--model", model, "--trace", trace, "--max-tokens", 28]  # the last token is never fed back
     line = "selection was not exercised: no token saw more than 6 entries -> serve a prompt of 28 tokens one layer of "
@@ -438,6 +443,7 @@ def test_layers_that_have_not_run_have_no_speed(model: str, trace: str, monkeypa
         assert rows[name] == ["-", "-", "-"], name
 
 
+@pytest.mark.matrix
 def test_a_signal_leaves_a_partial_report(model: str) -> None:
     code = """
 import signal, sys, time

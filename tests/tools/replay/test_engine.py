@@ -60,6 +60,7 @@ def test_the_built_in_trace_runs() -> None:
     assert run(requests=shrink(generated_trace(0), 150), check_rows=1, max_num_batched_tokens=128).ok
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("block_size", [1, 3, 64])
 def test_any_page_size_serves(block_size: int) -> None:
     assert run(block_size=block_size).ok
@@ -90,6 +91,7 @@ def test_a_model_without_window_layers_still_has_its_mtp_ones() -> None:
     assert report.model_shares()[0] == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cache", ["fp8_ds_mla", "bf16", "fp32"])
 def test_chunks_do_not_change_what_is_computed(cache: str) -> None:
     request, result = requests_of((90, 20)), []
@@ -105,6 +107,7 @@ def test_chunks_do_not_change_what_is_computed(cache: str) -> None:
         assert torch.allclose(result[0], other, rtol=tolerance, atol=tolerance / 10)
 
 
+@pytest.mark.matrix
 def test_requests_with_a_common_prefix_compute_the_same_there() -> None:
     requests = requests_of((600, 3), (550, 3), hash_ids=[(1, 2), (1, 3)])
     first, second = Recorder(), Recorder()
@@ -117,6 +120,7 @@ def test_requests_with_a_common_prefix_compute_the_same_there() -> None:
     assert run(requests=requests, max_num_batched_tokens=200, check_rows=8).ok
 
 
+@pytest.mark.matrix
 def test_with_scarce_memory_requests_are_preempted_and_come_out_right() -> None:
     requests = requests_of((250, 30), (250, 20), (240, 30))
     with pytest.raises(ArgumentError, match="max_kv_bytes") as refused:
@@ -131,6 +135,7 @@ def test_with_scarce_memory_requests_are_preempted_and_come_out_right() -> None:
     assert sum(x.kv_bytes_peak for x in report.layers) <= needed
 
 
+@pytest.mark.matrix
 def test_everything_is_repeatable() -> None:
     reports = [run(seed=seed) for seed in (3, 3, 4)]
     first, second, other = ([x.check.worst for x in report.layers if x.check] for report in reports)
@@ -138,6 +143,7 @@ def test_everything_is_repeatable() -> None:
     assert first == second != other
 
 
+@pytest.mark.matrix
 def test_all_rows_of_all_steps_can_be_checked() -> None:
     report = run(check_rows=32)
 
@@ -198,6 +204,7 @@ def test_bytes_are_those_of_pages() -> None:
     assert 0 < swa.kv_bytes_peak < c128a.kv_bytes_peak < c4a.kv_bytes_peak
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("forms", [FORMS[0], FORMS[-1]])
 def test_no_layer_takes_more_workspace_than_its_plan(forms: dict[str, Any]) -> None:
     for layer in run(ReferenceBackend(**forms)).layers:

@@ -63,6 +63,7 @@ def test_every_cache_passes_and_every_stage_is_compared(cache: str) -> None:
     assert {name for name, worst in swa.items() if worst is None} == STAGES - {"key", "query", *ATTENDING}
 
 
+@pytest.mark.matrix
 def test_fp32_rows_leave_nothing_but_the_order_of_sums() -> None:
     for layer in run(cache="fp32", check_rows=32).layers:
         assert layer.check is not None

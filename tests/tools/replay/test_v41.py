@@ -29,6 +29,7 @@ def text_of(report: Any) -> str:
     return captured.get()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cache", ["fp8_ds_mla", "bf16", "fp32"])
 def test_layers_that_own_a_cache_pass(cache: str) -> None:
     report = run(geometry=SMALL_V41, cache=cache)
@@ -42,6 +43,7 @@ def test_layers_that_own_a_cache_pass(cache: str) -> None:
     assert [layer.state_bytes_per_sequence > 0 for layer in report.layers] == [False, True, False]
 
 
+@pytest.mark.matrix
 def test_bytes_of_a_token_in_all_layers_are_printed() -> None:
     report = run(geometry=SMALL_V41)
     layout, index = KVCacheLayout.fp8_ds_mla(48, 16), KVCacheLayout.index_fp8(32)

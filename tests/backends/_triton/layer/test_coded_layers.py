@@ -74,6 +74,7 @@ def kernels_of(stack: LayerStack, tokens: int) -> tuple[Tensor, list[str]]:
     return out, [v.name for v in seen]
 
 
+@pytest.mark.matrix
 def test_bits_do_not_depend_on_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     stack, tokens = stack_of(), (3, MOST)
     outs, kernels = zip(*(kernels_of(stack, count) for count in tokens), strict=True)

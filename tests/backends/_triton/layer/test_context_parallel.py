@@ -25,6 +25,7 @@ from tests.ranks import run_ranks
 RANKS = 2
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not INTERPRETED, reason="both ranks are on the CPU, where kernels run interpreted alone")
 def test_two_ranks_of_kernels_are_one(tmp_path: Path) -> None:
     run_ranks(serve, str(tmp_path), size=RANKS)

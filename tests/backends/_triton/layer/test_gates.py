@@ -11,6 +11,7 @@ import pytest
 from tests.programs import told_by
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("words", [(), pytest.param(("alike",), marks=pytest.mark.slow)], ids=" ".join)
 def test_the_fullest_kernels_keep_every_limit(words: tuple[str, ...]) -> None:
     """Slow: forms that need as much as others that are compiled."""

@@ -232,6 +232,7 @@ SIZES = [(4, 96, 5), (4, 100, 9), (3, 50, 3), (8, 40, 2), (1, 33, 2), (2, 65, 1)
 """n, hidden, count."""
 
 
+@pytest.mark.matrix
 @pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @each_dtype
@@ -240,6 +241,7 @@ def test_the_ops_are_those_of_torch(sizes: tuple[int, int, int], dtype: torch.dt
         StreamsCall(*sizes, dtype, seed, normed=normed, pad=pad).check()
 
 
+@pytest.mark.matrix
 @pytest.mark.in_turn
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 23])
@@ -355,6 +357,7 @@ def unequal_names(results: dict[str, Tensor], expected: dict[str, Tensor], token
     return [name for name, result in results.items() if not torch.equal(result, expected[name][tokens])]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tuning", [FIXED, hc_tuning.FIXED["sm_90"]], ids=["tiny", "hopper"])
 def test_bits_of_a_token_are_the_same_for_every_number_of_tokens_if_deterministic(tuning: Tuning) -> None:
     call = StreamsCall(4, 48, 7, normed=True)

@@ -164,6 +164,7 @@ def all_bf16() -> Tensor:
     return values[(values.abs() >= 2.0**-126) | (values == 0)] if INTERPRETED else values
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", [LAYOUTS[6], KVCacheLayout.index_fp8(32)], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("factor", [1.0, 0.0], ids=["alone", "beside the largest code"])
 def test_every_bf16_value_gets_the_definition_s_code(layout: KVCacheLayout, factor: float) -> None:

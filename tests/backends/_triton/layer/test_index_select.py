@@ -116,6 +116,7 @@ cases = st.builds(
 )
 
 
+@pytest.mark.matrix
 @searched(100, case=cases)
 def test_the_largest_are_selected_whatever_the_scores_are(case: Case) -> None:
     assert case.agrees()

@@ -95,6 +95,7 @@ def test_bits_of_an_entry_do_not_depend_on_the_alignment_of_states() -> None:
     assert torch.equal(together(step), usual)
 
 
+@pytest.mark.matrix
 def test_slices_and_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Entries(RECORDS, 70, True, 6, requests=2)
     usual = together(step)

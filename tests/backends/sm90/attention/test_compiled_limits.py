@@ -97,6 +97,7 @@ def test_forms_for_groups_of_rows_keep_every_limit_but_that_they_spill_what_a_gr
         assert form["copied"] == [4, 8, 16]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("records", "heads", "counts"),
     [
@@ -125,6 +126,7 @@ def test_every_form_of_one_tile_keeps_every_limit(records: str, heads: str, coun
         assert form["parts_loaded"] == form["U"] * (form["P"] + 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("heads", ["8", pytest.param("5 16", marks=pytest.mark.slow)])
 def test_every_form_of_few_heads_keeps_every_limit(heads: str) -> None:
     forms = told_by(COMPILES, "few_heads", *heads.split())

@@ -74,6 +74,7 @@ def groups_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "PREFILL_COST_MODEL", evolve(PREFILL_COST_MODEL, group_start=-1e6))
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("groups_of_prompts")
 @pytest.mark.parametrize(("kind", "heads", "size"), [("c128a", 8, 8), ("swa", 16, 4), ("c4a", 8, None)])
 def test_prompts_share_tiles(kind: str, heads: int, size: int | None) -> None:

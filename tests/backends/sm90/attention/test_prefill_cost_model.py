@@ -117,6 +117,7 @@ def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, page
     return outputs_of_steps
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kind",
     [LayerKind.SWA, pytest.param(LayerKind.CSA, marks=pytest.mark.matrix)] if INTERPRETED else list(LayerKind),

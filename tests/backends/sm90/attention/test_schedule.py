@@ -185,6 +185,7 @@ def lines(draw: st.DrawFn) -> Line:
     return Line(lens, widths, programs, draw(st.sampled_from([1, 1, 3])), paired, draw(st.booleans()))
 
 
+@pytest.mark.matrix
 @settings(max_examples=25 if INTERPRETED else 300)
 @example(Line(((640,) * 4,), (640,), 7))
 @example(Line(((128,) * 3, (0, 1, 64)), (128, 400), 1))
@@ -250,6 +251,7 @@ def test_rows_that_differ_are_shared_evenly_with_what_a_row_costs() -> None:
     assert longest_share(line) <= ceil((line.length + EXTRA * len(lens)) / 7)
 
 
+@pytest.mark.matrix
 def test_pairs_are_whole_and_shared_evenly() -> None:
     """Rows of one tile take as long as rows of two: a window that fills up costs what a full one does."""
     lens = tuple(min(t + 1, 128) for t in range(160))

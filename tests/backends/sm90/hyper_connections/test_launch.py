@@ -228,6 +228,7 @@ def test_a_model_without_epsilon_has_no_factors() -> None:
     assert {dict(v.constants)["BY_FACTORS"] for v in variants if v.name == "mix_kernel"} == {False}
 
 
+@pytest.mark.matrix
 def test_its_variants_keep_every_limit() -> None:
     """Warm-up also foresees them, and the products that only deterministic calls have."""
     forms = told_by("-m", "tests.backends.sm90.hyper_connections.compiles")

@@ -252,6 +252,7 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
     assert (logits == 0).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("words", [["512"], pytest.param(["1024", "all"], marks=pytest.mark.slow)])
 def test_every_form_keeps_every_limit_and_four_programs_fit_a_multiprocessor(words: list[str]) -> None:
     """The kernel that selects too may spill `index_select.SPILLS` bytes. Selection by groups has fewer programs."""

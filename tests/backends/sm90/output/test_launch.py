@@ -457,6 +457,7 @@ def test_roles_never_wait_for_each_other() -> None:
     assert list(walk(6, 5, pairs=True))
 
 
+@pytest.mark.matrix
 def test_its_variants_keep_every_limit() -> None:
     check_compiled(told_by("-m", "tests.backends.sm90.output.compiles"), 4)
 

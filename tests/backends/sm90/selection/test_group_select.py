@@ -270,6 +270,7 @@ def odd_call_agrees(seed: int, module: ModuleType = group_select) -> bool:
     return same and bool((whole[tokens:] == UNTOUCHED).all() and (whole[:, topk:] == UNTOUCHED).all())
 
 
+@pytest.mark.matrix
 @interpreted
 def test_odd_calls_are_selected_from_as_by_torch() -> None:
     assert all(odd_call_agrees(seed) for seed in range(8))
