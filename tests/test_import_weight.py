@@ -172,3 +172,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="has no attribute 'forward_mha'"):
         getattr(dsv4attn, name)
+
+
+def test_an_old_name_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ImportError, match="FlashMLASparseMetadata has another name now -> write CompressedMetadata"):
+        exec("from dsv4attn import FlashMLASparseMetadata")  # noqa: S102 - as a backend writes it
+    assert {*dsv4attn._RENAMED.values()} <= {*dsv4attn.__all__}

@@ -86,7 +86,7 @@ def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
     metadata = engine.describe(work)
 
     swa = metadata["model.layers.1.attn.swa_cache"].dsv4attn
-    assert isinstance(swa, ds.DeepseekSparseSWAMetadata)
+    assert isinstance(swa, ds.WindowMetadata)
     assert metadata["model.layers.1.attn"].dsv4attn.kind is ds.LayerKind.CSA
     assert metadata["model.layers.2.attn"].dsv4attn.kind is ds.LayerKind.HCA
     # nothing is copied: vLLM's kernels write these buffers
