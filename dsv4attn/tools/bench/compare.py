@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp, hypot, log
+from typing import Any
 
 from attrs import asdict, frozen
 
 from dsv4attn.tools.bench.result import Run
-from dsv4attn.tools.bench.runner import BenchRow
+from dsv4attn.tools.bench.runner import MEASURED, BenchRow
 
 __all__ = ["Change", "Comparison", "compare"]
 
@@ -16,6 +17,9 @@ LEAST = 0.05
 """A difference below this share of the old time is not reported."""
 SPREADS = 3
 """Noise threshold, in combined standard spreads of the two runs."""
+HOST = "host"
+"""The kernel of times of the host. Those of two processes with the same code differ by up to a factor of 2 (host of an
+H200, 2026-11-29), so less is not reported."""
 
 
 @frozen
@@ -100,7 +104,7 @@ class Comparison:
 
 
 def compare(old: Run, new: Run) -> Comparison:
-    """Compare the rows of backends. Rows of peers, and rows without a time in the old run, are left out."""
+    """Compare the times of backends. Rows of peers, and rows without a time in the old run, are left out."""
     old_rows, new_rows = _keyed(old), _keyed(new)
     timed = {key: row for key, row in old_rows.items() if row.median}
     changes = [_change(row, new_rows[key]) for key, row in timed.items() if key in new_rows]
@@ -116,12 +120,28 @@ def _place(run: Run) -> str:
 
 
 def _keyed(run: Run) -> dict[tuple[str, str], BenchRow]:
-    return {(row.case, row.by): row for row in run.rows if not row.is_peer}
+    rows = [*(row for row in run.rows if not row.is_peer), *_other_rows(run)]
+    return {(row.case, row.by): row for row in rows}
+
+
+def _other_rows(run: Run) -> Iterator[BenchRow]:
+    """Times of the host and of whole layers, as rows."""
+    values: Mapping[str, Any]
+    for values in run.host:
+        for name in ("direct", "plain", "bound", "idle"):
+            case, us = f"{HOST} {values['layer']}, {name}", values[f"{name}_us"]
+            yield BenchRow(HOST, case, values["by"], MEASURED, median=1e-6 * us)
+    for values in run.layers:
+        case, exact = values["case"], values["deterministic_s"]
+        yield BenchRow("layer", case, values["by"], MEASURED, median=values["plain_s"])
+        if exact is not None:
+            yield BenchRow("layer", f"{case}, deterministic", values["by"], MEASURED, median=exact)
 
 
 def _change(old: BenchRow, new: BenchRow) -> Change:
     assert old.median
-    noise = max(LEAST * old.median, SPREADS * hypot(_spread(old), _spread(new)))
+    least = min(old.median, new.median or old.median) if new.kernel == HOST else LEAST * old.median
+    noise = max(least, SPREADS * hypot(_spread(old), _spread(new)))
     return Change(new.case, new.by, old.median, new.median, noise, f"{new.state}: {new.reason}" if new.reason else "")
 
 

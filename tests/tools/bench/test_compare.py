@@ -11,7 +11,7 @@ from attrs import evolve
 
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.compare import compare
-from dsv4attn.tools.bench.result import SCHEMA, load, peer_versions
+from dsv4attn.tools.bench.result import SCHEMA, Run, load, peer_versions
 from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow
 from dsv4attn.tools.bench.scaling import SERIES, Cliff, cliffs, scaling_cases
 from tests.tools.bench.sample_runs import HERE, row, run
@@ -81,6 +81,27 @@ def test_across_machines_nothing_is_a_regression() -> None:
     assert not values.comparable
     assert values.of("slower")
     assert values.ok
+
+
+def test_whole_layers_and_the_host_are_compared() -> None:
+    def measured(layer: float, host: float, failed: tuple[BenchRow, ...] = ()) -> Run:
+        times = {"by": "ours", "case": "layer swa", "plain_s": layer, "deterministic_s": layer}
+        us = dict.fromkeys(("direct_us", "plain_us", "bound_us", "idle_us"), host)
+        shares = () if failed else (times, {**times, "by": "theirs", "deterministic_s": None})
+        return run(failed, layers=shares, host=({"by": "ours", "layer": "swa", **us},))
+
+    old = measured(1e-4, 20)
+    slower = compare(old, measured(1.1e-4, 41))
+    assert [change.state for change in slower.changes] == ["slower"] * 7
+    assert [str(change).partition(":")[0] for change in slower.changes[-3:]] == [
+        "layer swa, ours",
+        "layer swa, deterministic, ours",
+        "layer swa, theirs",
+    ]
+    assert not compare(old, measured(1.04e-4, 39)).of("slower", "faster")
+    assert len(compare(old, measured(0.9e-4, 9)).of("faster")) == 7
+    lost = compare(old, measured(1e-4, 20, (row("layer swa", us=None, state=FAILED, reason="no"),)))
+    assert [change.case for change in lost.of("lost")] == ["layer swa"]
 
 
 def test_speed_is_a_geometric_mean() -> None:
