@@ -293,7 +293,7 @@ def check_insert(
     cache: PagedKVCache,
     layer: LayerGeometry,
 ) -> None:
-    """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other.
+    """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert fit each other.
 
     q: None if there are keys alone.
     """

@@ -140,7 +140,7 @@ class WindowMetadata:
     query_start_loc: [R+1] int32 - of the batch.
     query_start_loc_cpu: [R+1] int32 - of the batch, on the host.
     is_valid_token: [T] bool - whether a token is real: whether its request is not -1.
-    token_to_req_indices: [T] int32 - request of each token; -1 for a token that is not real. All steps obey it.
+    token_to_req_indices: [T] int32 - request of each token; -1 for a token that is not real. All ops obey it.
     decode_swa_indices: [Td, 1, _] int32 - slots of each decode token's window in ascending position, then -1; at least
        W columns, at most `Limits.decode_window_columns`.
     decode_swa_lens: [Td] int32 - how many slots each row has.
