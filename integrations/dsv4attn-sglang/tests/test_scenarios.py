@@ -110,12 +110,12 @@ def test_kernels_of_attention_and_selection_are_compiled_before_the_first_reques
     runner = SimpleNamespace(token_to_kv_pool=pool, model_config=config)
 
     kernels = {}
-    for steps in (("indexer", "gather"), ()):
-        bounds = bounds_of(runner, steps)
+    for parts in (("indexer", "gather"), ()):
+        bounds = bounds_of(runner, parts)
         assert [layer.kind.value for layer in bounds.layers] == ["swa", "c4a", "c128a"]
         assert (bounds.layers[1].topk, bounds.layers[0].num_heads, bounds.swa.record_bytes) == (512, 64, 584)
         variants = load_backend("sm90").kernel_variants(bounds, DeviceFacts.named("sm_90"))
-        kernels[steps] = {variant.name for variant in variants}
+        kernels[parts] = {variant.name for variant in variants}
     of_selection = {"choose_groups_kernel", "score_groups_kernel", "score_kernel", "choose_kernel"}
     assert kernels["indexer", "gather"] - kernels[()] == of_selection
     assert {"attention", "window_kernel", "gather_kernel"} <= kernels[()]

@@ -32,7 +32,7 @@ STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
 
 
 @pytest.fixture(autouse=True)
-def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def _all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "all")
 
 
@@ -40,7 +40,7 @@ def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole_engine(
     sizes: dict[str, Any] | None = None, drafts: int = 0, kv_cache_dtype: str = "auto"
 ) -> Iterator[WholeV41Engine]:
-    """An engine with all steps on dsv4attn. drafts: tokens that are verified at once."""
+    """An engine with all parts on dsv4attn. drafts: tokens that are verified at once."""
     blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
     options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
     with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as engine:
@@ -140,8 +140,8 @@ def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: d
 def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
     results, classes = [], []
-    for steps in ("all", "none"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
+    for parts in ("all", "none"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", parts)
         serving._serving.cache_clear()
         torch.manual_seed(0)
         with whole_engine() as engine:
