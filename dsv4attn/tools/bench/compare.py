@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import exp, hypot, log
 from typing import Any
 
@@ -120,22 +120,21 @@ def _place(run: Run) -> str:
 
 
 def _keyed(run: Run) -> dict[tuple[str, str], BenchRow]:
-    rows = [*(row for row in run.rows if not row.is_peer), *_other_rows(run)]
+    rows = [*(row for row in run.rows if not row.is_peer), *_other_rows(run.host, run.layers)]
     return {(row.case, row.by): row for row in rows}
 
 
-def _other_rows(run: Run) -> Iterator[BenchRow]:
+def _other_rows(host: Iterable[Mapping[str, Any]], layers: Iterable[Mapping[str, Any]]) -> Iterator[BenchRow]:
     """Times of the host and of whole layers, as rows."""
-    values: Mapping[str, Any]
-    for values in run.host:
+    for values in host:
         for name in ("direct", "plain", "bound", "idle"):
-            case, us = f"{HOST} {values['layer']}, {name}", values[f"{name}_us"]
-            yield BenchRow(HOST, case, values["by"], MEASURED, median=1e-6 * us)
-    for values in run.layers:
-        case, exact = values["case"], values["deterministic_s"]
-        yield BenchRow("layer", case, values["by"], MEASURED, median=values["plain_s"])
-        if exact is not None:
-            yield BenchRow("layer", f"{case}, deterministic", values["by"], MEASURED, median=exact)
+            if us := values.get(f"{name}_us"):
+                case = f"{HOST} {values['layer']}, {name}"
+                yield BenchRow(HOST, case, values["by"], MEASURED, median=1e-6 * us)
+    for values in layers:
+        for name, suffix in (("plain_s", ""), ("deterministic_s", ", deterministic")):
+            if seconds := values.get(name):
+                yield BenchRow("layer", values["case"] + suffix, values["by"], MEASURED, median=seconds)
 
 
 def _change(old: BenchRow, new: BenchRow) -> Change:
