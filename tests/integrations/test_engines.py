@@ -141,7 +141,7 @@ def test_words_of_a_variable(monkeypatch: pytest.MonkeyPatch, text: str, parts: 
 def test_another_word_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
     monkeypatch.setenv("PARTS", text)
 
-    with pytest.raises(RefusedError, match="environment variable STEPS: ") as caught:
+    with pytest.raises(RefusedError, match="environment variable PARTS: ") as caught:
         parts_named("PARTS", ("one", "two"), guard_of(VLLM).refused)
     assert said in str(caught.value)
 

@@ -6,10 +6,8 @@ follow from the number of rows alone, never from how many entries rows have: a c
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from attrs import define, fields
+from attrs import asdict, define
 from torch import Tensor
 
 from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
@@ -22,12 +20,7 @@ from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "RaggedBuffers",
-    "RaggedCompressedMetadata",
-    "RaggedWindowMetadata",
-    "RocmMetadata",
-]
+__all__ = ["RaggedBuffers", "RaggedCompressedMetadata", "RaggedWindowMetadata", "RocmMetadata"]
 
 _ANY_SLOT = 2**31
 """The builder need not know how large a cache is: attention knows it, and skips slots past its end."""
@@ -109,7 +102,9 @@ class RocmMetadata:
     def extend_swa(self, swa: WindowMetadata) -> RaggedWindowMetadata:
         """Add the ragged decode windows."""
         flat, indptr = self._window.fill(DenseIndices(swa.decode_swa_indices[:, 0], swa.decode_swa_lens))
-        return RaggedWindowMetadata(**_values(swa), decode_swa_ragged_indices=flat, decode_swa_ragged_indptr=indptr)
+        return RaggedWindowMetadata(
+            **asdict(swa, recurse=False), decode_swa_ragged_indices=flat, decode_swa_ragged_indptr=indptr
+        )
 
     def extend_compressed(self, compressed: CompressedMetadata) -> RaggedCompressedMetadata:
         """Add the ragged C128A rows."""
@@ -119,9 +114,7 @@ class RocmMetadata:
         if self._c128a is not None and slots is not None and lens is not None:
             flat, indptr = self._c128a.fill(DenseIndices(slots[:, 0], lens))
         return RaggedCompressedMetadata(
-            **_values(compressed), c128a_decode_topk_ragged_indices=flat, c128a_decode_topk_ragged_indptr=indptr
+            **asdict(compressed, recurse=False),
+            c128a_decode_topk_ragged_indices=flat,
+            c128a_decode_topk_ragged_indptr=indptr,
         )
-
-
-def _values(metadata: WindowMetadata | CompressedMetadata) -> dict[str, Any]:
-    return {field.name: getattr(metadata, field.name) for field in fields(type(metadata))}

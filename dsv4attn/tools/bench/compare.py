@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp, hypot, log
 from typing import Any
 
@@ -18,8 +18,7 @@ LEAST = 0.05
 SPREADS = 3
 """Noise threshold, in combined standard spreads of the two runs."""
 HOST = "host"
-"""The kernel of times of the host. Those of two processes with the same code differ by up to a factor of 2 (host of an
-H200, 2026-11-29), so less is not reported."""
+"""Rows of this kernel differed by almost a factor of 2 between processes (H200, 2026-11-29): less is not reported."""
 
 
 @frozen
@@ -120,21 +119,19 @@ def _place(run: Run) -> str:
 
 
 def _keyed(run: Run) -> dict[tuple[str, str], BenchRow]:
-    rows = [*(row for row in run.rows if not row.is_peer), *_other_rows(run.host, run.layers)]
+    rows = [*(row for row in run.rows if not row.is_peer), *_other_rows([*run.host, *run.layers])]
     return {(row.case, row.by): row for row in rows}
 
 
-def _other_rows(host: Iterable[Mapping[str, Any]], layers: Iterable[Mapping[str, Any]]) -> Iterator[BenchRow]:
-    """Times of the host and of whole layers, as rows."""
-    for values in host:
-        for name in ("direct", "plain", "bound", "idle"):
-            if us := values.get(f"{name}_us"):
-                case = f"{HOST} {values['layer']}, {name}"
-                yield BenchRow(HOST, case, values["by"], MEASURED, median=1e-6 * us)
-    for values in layers:
-        for name, suffix in (("plain_s", ""), ("deterministic_s", ", deterministic")):
-            if seconds := values.get(name):
-                yield BenchRow("layer", values["case"] + suffix, values["by"], MEASURED, median=seconds)
+def _other_rows(times: Sequence[Mapping[str, Any]]) -> Iterator[BenchRow]:
+    """Times of the host and of whole layers, which have no rows: `plain_us`, `deterministic_s` and so on."""
+    for values in times:
+        case = values.get("case", f"{HOST} {values['layer']}")
+        for name, value in values.items():
+            what, _, unit = name.rpartition("_")
+            if unit in ("s", "us") and value:
+                seconds = value if unit == "s" else 1e-6 * value
+                yield BenchRow(case.split()[0], f"{case}, {what}", values["by"], MEASURED, median=seconds)
 
 
 def _change(old: BenchRow, new: BenchRow) -> Change:

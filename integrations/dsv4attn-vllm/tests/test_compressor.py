@@ -191,11 +191,7 @@ def test_no_tokens_write_nothing(engine: WholeEngine) -> None:
 
 @pytest.mark.parametrize("measuring", [False, True], ids=["step", "without metadata"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scores_of_another_dtype_or_width_are_refused(
-    engine: WholeEngine,
-    dtype: torch.dtype,
-    measuring: bool,
-) -> None:
+def test_scores_of_another_dtype_or_width_are_refused(engine: WholeEngine, dtype: torch.dtype, measuring: bool) -> None:
     """In a step, and before it, while vLLM measures memory and passes no metadata."""
     layer = engine.layers[1]
     metadata = None if measuring else engine.describe([(engine.request(), 4)])

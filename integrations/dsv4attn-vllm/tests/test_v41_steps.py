@@ -22,11 +22,7 @@ from whole import both, check_rejected_drafts
 
 from dsv4attn.core.contract.device import DeviceFacts
 
-CANDIDATES = {
-    "candidate_source_layer_id": 3,
-    "candidate_topk_blocks": 5,
-    "candidate_block_size": 8,
-}
+CANDIDATES = {"candidate_source_layer_id": 3, "candidate_topk_blocks": 5, "candidate_block_size": 8}
 STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
 """Chunks of a prompt of more tokens than entries are selected, or than candidate blocks hold; then decodes."""
 
@@ -160,10 +156,7 @@ def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monke
 
 
 @pytest.mark.parametrize("measuring", [False, True], ids=["step", "without metadata"])
-def test_scores_of_another_dtype_or_width_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    measuring: bool,
-) -> None:
+def test_scores_of_another_dtype_or_width_are_refused(monkeypatch: pytest.MonkeyPatch, measuring: bool) -> None:
     """In a step, and before it, while vLLM measures memory and passes no metadata; right ones are then ignored."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine() as engine:

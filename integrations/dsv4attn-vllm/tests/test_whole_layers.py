@@ -24,11 +24,7 @@ from whole import OwnLayers, WholeEngine, both, products_in_fp64, use_backend, w
 
 from dsv4attn.core.model.quantized_weight import dense_weight
 
-CASES = {
-    "decode": [(45, 1), (38, 1)],
-    "prefill": [(0, 40)],
-    "mixed": [(127, 1), (45, 1), (33, 20)],
-}
+CASES = {"decode": [(45, 1), (38, 1)], "prefill": [(0, 40)], "mixed": [(127, 1), (45, 1), (33, 20)]}
 
 
 @pytest.fixture(params=["cuda-reference", "cuda-triton", "cpu-reference"])

@@ -84,24 +84,17 @@ def test_across_machines_nothing_is_a_regression() -> None:
 
 
 def test_whole_layers_and_the_host_are_compared() -> None:
-    def measured(layer: float, host: float, failed: tuple[BenchRow, ...] = ()) -> Run:
-        times = {"by": "ours", "case": "layer swa", "plain_s": layer, "deterministic_s": layer}
-        us = dict.fromkeys(("direct_us", "plain_us", "bound_us", "idle_us"), host)
-        shares = () if failed else (times, {**times, "by": "theirs", "deterministic_s": None})
-        return run(failed, layers=shares, host=({"by": "ours", "layer": "swa", **us},))
+    def measured(layer: float, host: float) -> Run:
+        whole = {"by": "ours", "case": "layer swa", "layer": "swa", "plain_s": layer, "deterministic_s": None}
+        return run([], layers=(whole,), host=({"by": "ours", "layer": "swa", "plain_us": host, "plain_percent": 9.0},))
 
-    old = measured(1e-4, 20)
-    slower = compare(old, measured(1.1e-4, 41))
-    assert [change.state for change in slower.changes] == ["slower"] * 7
-    assert [str(change).partition(":")[0] for change in slower.changes[-3:]] == [
-        "layer swa, ours",
-        "layer swa, deterministic, ours",
-        "layer swa, theirs",
+    slower = compare(measured(1e-4, 20), measured(1.1e-4, 41)).of("slower")
+    assert [(change.case, change.by) for change in slower] == [
+        ("host swa, plain", "ours"),
+        ("layer swa, plain", "ours"),
     ]
-    assert not compare(old, measured(1.04e-4, 39)).of("slower", "faster")
-    assert len(compare(old, measured(0.9e-4, 9)).of("faster")) == 7
-    lost = compare(old, measured(1e-4, 20, (row("layer swa", us=None, state=FAILED, reason="no"),)))
-    assert [change.case for change in lost.of("lost")] == ["layer swa"]
+    assert len(compare(measured(1e-4, 20), measured(1.04e-4, 39)).of("same")) == 2
+    assert len(compare(measured(1e-4, 20), measured(0.9e-4, 9)).of("faster")) == 2
 
 
 def test_speed_is_a_geometric_mean() -> None:
