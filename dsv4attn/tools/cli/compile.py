@@ -350,12 +350,12 @@ def bounds_of(geometry: ModelGeometry, dtype: str, max_model_len: int | None = N
         caches = {"swa": KVCacheLayout.of_record(window, *dims)}
         if record.window_record:
             caches["compressed"] = compressed
-        return WarmupSpec.of(geometry, limits, aligned_rows=True, layer_steps=True, parts=parts, **caches)
+        return WarmupSpec.of(geometry, limits, aligned_rows=True, layer_parts=True, parts=parts, **caches)
     if dtype in tuple(Fp8Format):
         layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
     else:
         layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
-    return WarmupSpec.of(geometry, limits, swa=layout, aligned_rows=True, layer_steps=True)
+    return WarmupSpec.of(geometry, limits, swa=layout, aligned_rows=True, layer_parts=True)
 
 
 def _checked(backend: str, variant: object) -> Variant:

@@ -106,7 +106,7 @@ def bounds_of(runner: Any, served_parts: Collection[str]) -> WarmupSpec:  # noqa
         swa_block_size=pool.get_swa_key_page_size(),
         lse=True,
         aligned_rows=True,
-        layer_steps=parts.INDEXER in served_parts,
+        layer_parts=parts.INDEXER in served_parts,
         parts=("selection",) if parts.INDEXER in served_parts else (),
     )
 

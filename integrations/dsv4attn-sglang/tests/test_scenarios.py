@@ -111,8 +111,8 @@ def test_kernels_of_attention_and_selection_are_compiled_before_the_first_reques
     runner = SimpleNamespace(token_to_kv_pool=pool, model_config=config)
 
     model, kernels = ModelGeometry.from_config(str(folders["mtp"])), {}
-    for steps in (("indexer", "gather"), ()):
-        bounds = bounds_of(runner, steps)
+    for parts in (("indexer", "gather"), ()):
+        bounds = bounds_of(runner, parts)
         assert [layer.kind.value for layer in bounds.layers] == ["swa", "c4a", "c128a"]
         assert (bounds.layers[1].topk, bounds.layers[0].num_heads, bounds.swa.record_bytes) == (512, 64, 584)
         for name, target in (("triton", "sm_80"), ("sm90", "sm_90")):
@@ -120,7 +120,7 @@ def test_kernels_of_attention_and_selection_are_compiled_before_the_first_reques
             variants = backend.kernel_variants(bounds, device)
             # an image has all of them: `dsv4attn compile --model FOLDER --max-model-len 4096`
             assert {*variants} <= {*backend.kernel_variants(compiled_bounds(model, "e4m3fn", 4096), device)}
-        kernels[steps] = {variant.name for variant in variants}
+        kernels[parts] = {variant.name for variant in variants}
     of_selection = {"choose_groups_kernel", "score_groups_kernel", "score_kernel", "choose_kernel"}
     assert kernels["indexer", "gather"] - kernels[()] == of_selection
     assert {"attention", "window_kernel", "gather_kernel"} <= kernels[()]
