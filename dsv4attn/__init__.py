@@ -31,12 +31,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan, current_workspace_manager, use_workspace
     from dsv4attn.core.metadata.builder import MetadataBuilder
     from dsv4attn.core.metadata.forward_context import set_forward_context
-    from dsv4attn.core.metadata.metadata import (
-        AttentionMetadata,
-        Batch,
-        DeepseekSparseSWAMetadata,
-        FlashMLASparseMetadata,
-    )
+    from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, CompressedMetadata, WindowMetadata
     from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
     from dsv4attn.core.model.quantized_weight import BlockScaledWeight
     from dsv4attn.core.model.rope import cos_sin_cache
@@ -65,8 +60,8 @@ __all__ = [
     "BlockTable",
     "CacheFacts",
     "CacheManager",
+    "CompressedMetadata",
     "ContextParallel",
-    "DeepseekSparseSWAMetadata",
     "DeepseekV4Attention",
     "DeepseekV4Caches",
     "DeepseekV4DecoderLayer",
@@ -76,7 +71,6 @@ __all__ = [
     "Dsv4AttnError",
     "EntryNorm",
     "EntryRecords",
-    "FlashMLASparseMetadata",
     "Fp8Format",
     "HyperConnectionWeights",
     "HyperConnections",
@@ -97,6 +91,7 @@ __all__ = [
     "SingleLayer",
     "StatePages",
     "TokenMap",
+    "WindowMetadata",
     "WorkspaceManager",
     "WorkspacePlan",
     "__version__",
@@ -150,7 +145,7 @@ _MODULE_OF = {
         "core.cache.layout": ("Fp8Format", "KVCacheLayout", "PagedKVCache"),
         "core.contract.limits": ("Limits",),
         "core.torch_ops.merge": ("apply_sink", "merge_lse"),
-        "core.metadata.metadata": ("AttentionMetadata", "Batch", "DeepseekSparseSWAMetadata", "FlashMLASparseMetadata"),
+        "core.metadata.metadata": ("AttentionMetadata", "Batch", "CompressedMetadata", "WindowMetadata"),
         "core.memory.plan": ("plan_workspace",),
         "core.contract.problem": ("CacheFacts", "Problem", "Reason"),
         "core.attention.projection": ("output_projection",),
@@ -163,11 +158,15 @@ _MODULE_OF = {
     for name in names
 }
 
+_RENAMED = {"DeepseekSparseSWAMetadata": "WindowMetadata", "FlashMLASparseMetadata": "CompressedMetadata"}
 
 if not TYPE_CHECKING:
     # hidden from type checkers, for which it would mean that every name exists.
     def __getattr__(name: str) -> object:
         """Import the module of a public name, and store the value for later accesses."""
+        if name in _RENAMED:
+            # `from dsv4attn import` hides the text of an AttributeError
+            raise ImportError(f"{__name__}.{name} has another name now -> write {_RENAMED[name]}", name=__name__)
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -27,7 +27,7 @@ from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.forward_context import set_forward_context
-from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
@@ -301,7 +301,7 @@ all_builder_ops = pytest.mark.parametrize("builder_ops", ["torch", pytest.param(
 
 
 PROMPT_TOKENS = 21
-LayerMetadata = dict[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None]
+LayerMetadata = dict[str, WindowMetadata | CompressedMetadata | None]
 
 
 @define

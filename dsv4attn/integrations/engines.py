@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,6 +31,7 @@ class Engine:
     lenient: whether that variable is unset when it is empty, and blanks around its names do not count.
     scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active.
     kernels: where it looks for compiled kernels of Triton: a variable with a folder, its default, a folder inside.
+    options: those that its wheel sets for backends that have them.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Engine:
     lenient: bool
     scope: str
     kernels: tuple[str, str, str]
+    options: Mapping[str, str] = {}
 
     @property
     def wheel(self) -> str:
@@ -89,6 +91,7 @@ VLLM = Engine(
     scope="where vLLM has no attention of its own, else if --attention-backend DSV4ATTN or DSV4ATTN_VLLM=1 asks for it",
     # Triton's own folder, as vLLM has another one only for models that it compiles by torch.compile
     kernels=("TRITON_HOME", "~", ".triton/cache"),
+    options={"projection": "fp8"},
 )
 SGLANG = Engine(
     "SGLang",

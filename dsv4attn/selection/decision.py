@@ -99,7 +99,7 @@ class Selection:
         return self.chosen
 
     @property
-    def layer_steps(self) -> dict[str, str]:
+    def layer_parts(self) -> dict[str, str]:
         """Which backend runs each part of the layer around attention: the chosen one, or "reference" for plain torch.
 
         Parts that no layer of the problems has are left out. Without a chosen backend there are none. "candidates" is
@@ -129,14 +129,14 @@ class Selection:
     @property
     def rows(self) -> list[tuple[str, list[str]]]:
         """The rows below the verdict, as the CLI and exceptions print them: a name and its lines."""
-        layer_steps = self.layer_steps
+        layer_parts = self.layer_parts
         requested = f'"{self.request.value}"' if self.request.value != AUTO else "automatic"
         return [
             ("call", [str(problem) for problem in self.problems]),
             ("device", [str(self.device)]),
             ("request", [f"{requested}  ({self.request.source})"]),
             *((candidate.name, candidate.lines) for candidate in self.trace),
-            *([("layer", [", ".join(f"{part}: {name}" for part, name in layer_steps.items())])] if layer_steps else []),
+            *([("layer", [", ".join(f"{part}: {name}" for part, name in layer_parts.items())])] if layer_parts else []),
             *([("reference", [self.replaced])] if self.replaced else []),
             *((failure.plugin, [failure.summary]) for failure in self.failures),
             *([("ignored", list(self.ignored))] if self.ignored else []),

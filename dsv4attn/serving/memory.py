@@ -109,7 +109,7 @@ class MemoryPlan:
     layers: numbers of its first layer and of the one after its last. weights: by part of the model.
     request: bytes of one more request that has all its tokens, by cache.
     caches: bytes of all requests, and of the tokens of a step, by cache.
-    workspace: of attention and of the steps around it, temporaries of torch's allocator excluded. temporaries: those.
+    workspace: of attention and of the parts around it, temporaries of torch's allocator excluded. temporaries: those.
     """
 
     layers: tuple[int, int]
@@ -217,7 +217,7 @@ class Deployment:
         rank, ranks = self.geometry.tensor_parallel(self.tensor), self.context if self.context > 1 else None
         over_ranks: dict[str, Any] = {"ranks": ranks, "divides_heads": ranks is not None and self.divides_heads}
         plans = (
-            plan_workspace(layer, limits, self.backend, self.kv_layout, layer_steps=True, **over_ranks)
+            plan_workspace(layer, limits, self.backend, self.kv_layout, layer_parts=True, **over_ranks)
             for layer in rank.distinct_layers
         )
         return reduce(WorkspacePlan.union, plans)

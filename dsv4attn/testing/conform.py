@@ -350,16 +350,16 @@ class Certificate:
         return max(measured, key=lambda o: o.measure.fraction if o.measure else 0, default=None)
 
     @property
-    def layer_steps(self) -> dict[str, str]:
-        """For each part of the layer around attention, whose steps ran: the backend's own, or the reference's."""
+    def layer_parts(self) -> dict[str, str]:
+        """For each part of the layer around attention, whose ops ran: the backend's own, or the reference's."""
         try:
             return self.subject.backend.layer_ops.sources(self.subject.backend.name)
         except Exception as error:  # noqa: BLE001 - any backend may raise anything; its cases have failed
             return dict.fromkeys(LAYER_OPS, f"raised {type(error).__name__}")
 
     @property
-    def v41_steps(self) -> dict[str, str]:
-        """For each step of DeepSeek-V4.1's layers alone, whose ran: the backend's own, or the reference's."""
+    def v41_ops(self) -> dict[str, str]:
+        """For each op of DeepSeek-V4.1's layers alone, whose ran: the backend's own, or the reference's."""
         try:
             return self.subject.backend.layer_ops.v41_sources(self.subject.backend.name)
         except Exception as error:  # noqa: BLE001 - as above
@@ -383,8 +383,8 @@ class Certificate:
             "distribution": subject.distribution,
             "version": subject.version,
             "contract": API_VERSION,
-            "layer_steps": self.layer_steps,
-            "v41_steps": self.v41_steps,
+            "layer_parts": self.layer_parts,
+            "v41_ops": self.v41_ops,
             "device": {**attrs.asdict(subject.facts), "torch_device": subject.device},
             "versions": versions(),
             "environment": environment(),

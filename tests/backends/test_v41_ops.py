@@ -22,7 +22,7 @@ HERE = DeviceFacts.here("cpu")
 def test_a_descriptor_names_torch_exactly_where_the_backend_has_no_step_of_v41(name: str, ratio: int) -> None:
     problem = Problem.of(ModelGeometry.preset("v4.1-flash"), compress_ratio=ratio)
     steps_text, sources = (
-        explain(problem, backend=name, device=HERE).layer_steps,
+        explain(problem, backend=name, device=HERE).layer_parts,
         load_backend(name).layer_ops.v41_sources(name),
     )
 
@@ -36,7 +36,7 @@ def test_a_descriptor_names_torch_exactly_where_the_backend_has_no_step_of_v41(n
 def test_layers_of_v41_whose_queries_have_a_norm_have_the_same_parts(ratio: int) -> None:
     model = ModelGeometry.preset("v4.1-flash")
     actual, expected = (
-        explain(Problem.of(geometry, compress_ratio=ratio), backend="triton", device=HERE).layer_steps
+        explain(Problem.of(geometry, compress_ratio=ratio), backend="triton", device=HERE).layer_parts
         for geometry in (evolve(model, q_norm=True), model)
     )
 
@@ -47,6 +47,6 @@ def test_layers_of_v41_whose_queries_have_a_norm_have_the_same_parts(ratio: int)
 @pytest.mark.parametrize("name", triton_backends())
 def test_v4_layers_have_no_candidates_and_the_steps_are_the_backends(name: str) -> None:
     problem = Problem.of(ModelGeometry.preset("flash"))
-    assert explain(problem, backend=name, device=HERE).layer_steps == dict.fromkeys(
+    assert explain(problem, backend=name, device=HERE).layer_parts == dict.fromkeys(
         registered(name).info.layer_ops, name
     )

@@ -22,9 +22,9 @@ FOUND = {name: getattr(module, name) for module in (dsv4attn, contract) for name
 TYPES = {cls for cls in (*FOUND.values(), WarmupSpec, LayerOps, BuilderOps) if isinstance(cls, type)}
 CLASSES: list[type[Any]] = sorted((cls for cls in TYPES if attrs.has(cls)), key=lambda cls: cls.__name__)
 NAMED = (
-    "AttentionCall AttentionMetadata BackendInfo Batch WarmupSpec DeepseekSparseSWAMetadata DenseIndices DeviceFacts "
-    "FlashMLASparseMetadata Capabilities GatheredKeys LayerCaches LayerGeometry Limits ModelGeometry PageTable "
-    "PagedKeys Problem RaggedIndices"
+    "AttentionCall AttentionMetadata BackendInfo Batch WarmupSpec WindowMetadata DenseIndices DeviceFacts "
+    "CompressedMetadata Capabilities GatheredKeys LayerCaches LayerGeometry Limits ModelGeometry PageTable PagedKeys "
+    "Problem RaggedIndices"
 )
 
 

@@ -114,7 +114,7 @@ def test_missing_names_are_refused_together(guard: Guard) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "steps"),
+    ("text", "parts"),
     [
         ("", None),
         (" ", None),
@@ -124,10 +124,10 @@ def test_missing_names_are_refused_together(guard: Guard) -> None:
         (" Two , ", {"two"}),
     ],
 )
-def test_words_of_a_variable(monkeypatch: pytest.MonkeyPatch, text: str, steps: set[str] | None) -> None:
-    monkeypatch.setenv("STEPS", text)
+def test_words_of_a_variable(monkeypatch: pytest.MonkeyPatch, text: str, parts: set[str] | None) -> None:
+    monkeypatch.setenv("PARTS", text)
 
-    assert parts_named("STEPS", ("one", "two"), RefusedError) == steps
+    assert parts_named("PARTS", ("one", "two"), RefusedError) == parts
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_words_of_a_variable(monkeypatch: pytest.MonkeyPatch, text: str, steps: 
     ],
 )
 def test_another_word_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
-    monkeypatch.setenv("STEPS", text)
+    monkeypatch.setenv("PARTS", text)
 
-    with pytest.raises(RefusedError, match="environment variable STEPS: ") as caught:
-        parts_named("STEPS", ("one", "two"), guard_of(VLLM).refused)
+    with pytest.raises(RefusedError, match="environment variable PARTS: ") as caught:
+        parts_named("PARTS", ("one", "two"), guard_of(VLLM).refused)
     assert said in str(caught.value)
 
 

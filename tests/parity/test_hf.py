@@ -30,7 +30,7 @@ from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import Batch, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache, inverse_frequencies
 from dsv4attn.selection import load_backend
@@ -235,8 +235,8 @@ class LateEntries(MetadataBuilder):
     """Takes pos // r entries for visible, so that a query does not see the entry its own token completes."""
 
     def build_compressed(
-        self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, **options: Any
-    ) -> FlashMLASparseMetadata:
+        self, batch: Batch, swa: WindowMetadata, kind: LayerKind, **options: Any
+    ) -> CompressedMetadata:
         metadata = super().build_compressed(batch, swa, kind, **options)
         completes = (metadata.slot_mapping[: metadata.num_actual_tokens] >= 0).int()
         metadata.compressed_lens.sub_(completes)

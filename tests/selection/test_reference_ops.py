@@ -265,8 +265,8 @@ def test_explain_says_which_ops_are_the_references(set_ops: SetOps) -> None:
     selection = explain(problem, backend="acme")
 
     assert "reference  computes attend, selection  (environment variable DSV4ATTN_REFERENCE_OPS)" in str(selection)
-    assert selection.layer_steps["selection"] == "reference"
-    assert selection.layer_steps["compressor"] == "acme"
+    assert selection.layer_parts["selection"] == "reference"
+    assert selection.layer_parts["compressor"] == "acme"
     # all ops of the reference are its own
     assert explain(problem, backend="reference").replaced == ""
 

@@ -220,7 +220,7 @@ def test_a_traced_backend_keeps_the_contract(traced_lines: Lines) -> None:
 
     assert len(cases) == len(KIT_CASES)
     assert result.ok, result.verdict
-    assert {*result.layer_steps.values()} == {"reference"}
+    assert {*result.layer_parts.values()} == {"reference"}
     assert all(traced_lines())
 
 

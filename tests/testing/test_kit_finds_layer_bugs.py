@@ -311,14 +311,14 @@ class Own(TorchOps):
         raise NotImplementedError
 
 
-def test_a_certificate_says_whose_layer_steps_were_judged() -> None:
+def test_a_certificate_says_whose_layer_parts_were_judged() -> None:
     backend: Any = ReferenceBackend()
     backend.name, backend.layer_ops = "own", Own().table()
 
     certificate = certificate_of(lambda: backend, "select-fp8")
 
     wanted = {**dict.fromkeys(LAYER_OPS, "reference"), "selection": "own"}
-    assert certificate.as_json()["layer_steps"] == backend.layer_ops.sources("own") == wanted
+    assert certificate.as_json()["layer_parts"] == backend.layer_ops.sources("own") == wanted
     assert certificate.outcomes[0].message.startswith("raised NotImplementedError")
 
 
@@ -331,4 +331,4 @@ def test_steps_that_cannot_be_made_fail_their_cases_and_leave_a_certificate() ->
     certificate = certificate_of(Broken, "select-fp8,lse-decode")
 
     assert [o.state for o in certificate.outcomes] == ["passed", "failed"]
-    assert certificate.as_json()["layer_steps"] == dict.fromkeys(LAYER_OPS, "raised RuntimeError")
+    assert certificate.as_json()["layer_parts"] == dict.fromkeys(LAYER_OPS, "raised RuntimeError")

@@ -163,4 +163,4 @@ def test_a_certificate_says_who_runs_each_step_of_v41() -> None:
     certificate = certificate_of(lambda: backend, "latents-1")
     names = (*op_names.LATENTS, *op_names.CANDIDATES, *op_names.DELAYED)
 
-    assert certificate.as_json()["v41_steps"] == {**dict.fromkeys(names, "reference"), "compress_latents": "own"}
+    assert certificate.as_json()["v41_ops"] == {**dict.fromkeys(names, "reference"), "compress_latents": "own"}

@@ -1,4 +1,4 @@
-"""The base class of every Triton backend: the shared steps, and attention straight on pages."""
+"""The base class of every Triton backend: the shared ops, and attention straight on pages."""
 
 from __future__ import annotations
 

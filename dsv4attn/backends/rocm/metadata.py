@@ -6,35 +6,28 @@ follow from the number of rows alone, never from how many entries rows have: a c
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from attrs import define, fields
+from attrs import asdict, define
 from torch import Tensor
 
 from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
 from dsv4attn.core.cache.selected_keys import DenseIndices, RaggedIndices
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import c128a_columns
-from dsv4attn.core.metadata.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "DeepseekV4ROCMAiterMLASparseMetadata",
-    "DeepseekV4ROCMAiterSparseSWAMetadata",
-    "RaggedBuffers",
-    "RocmMetadata",
-]
+__all__ = ["RaggedBuffers", "RaggedCompressedMetadata", "RaggedWindowMetadata", "RocmMetadata"]
 
 _ANY_SLOT = 2**31
 """The builder need not know how large a cache is: attention knows it, and skips slots past its end."""
 
 
 @define(kw_only=True, eq=False)
-class DeepseekV4ROCMAiterSparseSWAMetadata(DeepseekSparseSWAMetadata):
+class RaggedWindowMetadata(WindowMetadata):
     """Window part of a batch, with the decode windows in ragged form."""
 
     decode_swa_ragged_indices: Tensor = tensor("_", torch.int32)
@@ -51,7 +44,7 @@ class DeepseekV4ROCMAiterSparseSWAMetadata(DeepseekSparseSWAMetadata):
 
 
 @define(kw_only=True, eq=False)
-class DeepseekV4ROCMAiterMLASparseMetadata(FlashMLASparseMetadata):
+class RaggedCompressedMetadata(CompressedMetadata):
     """Compressed part of a batch, with the C128A table of decode in ragged form; None for other kinds of layers."""
 
     c128a_decode_topk_ragged_indices: Tensor | None = tensor("_", torch.int32, optional=True)
@@ -106,24 +99,22 @@ class RocmMetadata:
         if LayerKind.HCA in geometry.kinds:
             self._c128a = RaggedBuffers(rows, c128a_columns(geometry, limits), device)
 
-    def extend_swa(self, swa: DeepseekSparseSWAMetadata) -> DeepseekV4ROCMAiterSparseSWAMetadata:
+    def extend_swa(self, swa: WindowMetadata) -> RaggedWindowMetadata:
         """Add the ragged decode windows."""
         flat, indptr = self._window.fill(DenseIndices(swa.decode_swa_indices[:, 0], swa.decode_swa_lens))
-        return DeepseekV4ROCMAiterSparseSWAMetadata(
-            **_values(swa), decode_swa_ragged_indices=flat, decode_swa_ragged_indptr=indptr
+        return RaggedWindowMetadata(
+            **asdict(swa, recurse=False), decode_swa_ragged_indices=flat, decode_swa_ragged_indptr=indptr
         )
 
-    def extend_compressed(self, compressed: FlashMLASparseMetadata) -> DeepseekV4ROCMAiterMLASparseMetadata:
+    def extend_compressed(self, compressed: CompressedMetadata) -> RaggedCompressedMetadata:
         """Add the ragged C128A rows."""
         slots, lens = compressed.c128a_global_decode_topk_indices, compressed.c128a_decode_topk_lens
         flat: Tensor | None = None
         indptr: Tensor | None = None
         if self._c128a is not None and slots is not None and lens is not None:
             flat, indptr = self._c128a.fill(DenseIndices(slots[:, 0], lens))
-        return DeepseekV4ROCMAiterMLASparseMetadata(
-            **_values(compressed), c128a_decode_topk_ragged_indices=flat, c128a_decode_topk_ragged_indptr=indptr
+        return RaggedCompressedMetadata(
+            **asdict(compressed, recurse=False),
+            c128a_decode_topk_ragged_indices=flat,
+            c128a_decode_topk_ragged_indptr=indptr,
         )
-
-
-def _values(metadata: DeepseekSparseSWAMetadata | FlashMLASparseMetadata) -> dict[str, Any]:
-    return {field.name: getattr(metadata, field.name) for field in fields(type(metadata))}

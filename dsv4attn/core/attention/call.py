@@ -4,8 +4,8 @@
 backend, decode or one prefill chunk. `PreparedCall`: a phase call that was checked and planned for the first layer of a
 kind. Every layer whose tensors differ in addresses and values alone runs the same prepared call.
 
-A `PreparedForward` is an entry of `DeepseekSparseSWAMetadata.prepared` and lives as long as these metadata. Its key is
-the identities of backend, layer, limits, workspace and compressed metadata, and the signatures of caches and tensors
+A `PreparedForward` is an entry of `WindowMetadata.prepared` and lives as long as these metadata. Its key is the
+identities of backend, layer, limits, workspace and compressed metadata, and the signatures of caches and tensors
 (`tensorspec.signature`). Addresses and values of tensors are not part of the key.
 """
 
@@ -27,7 +27,7 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import PrefillChunk, cut_chunk, plan_prefill_chunks, plan_row_chunks
 from dsv4attn.core.memory.plan import gathers_keys, prefill_bounds
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import BufferSpec
@@ -74,13 +74,13 @@ class ForwardCall:
     __repr__ = fields_repr
 
     @property
-    def window_metadata(self) -> DeepseekSparseSWAMetadata:
+    def window_metadata(self) -> WindowMetadata:
         """The window part of the metadata; a warm-up has none."""
         assert self.metadata is not None
         return self.metadata.swa
 
     @property
-    def compressed_metadata(self) -> FlashMLASparseMetadata | None:
+    def compressed_metadata(self) -> CompressedMetadata | None:
         """The compressed part of the metadata; a warm-up, and a window-only layer, have none."""
         return None if self.metadata is None else self.metadata.compressed
 

@@ -18,7 +18,7 @@ from dsv4attn.core.contract.backend import AttentionCall, Phase, RawQuery, check
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import window_columns
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.quantized_weight import Weight, check_weight
 from dsv4attn.core.model.rope import inverse_frequencies, is_rotation
@@ -220,7 +220,7 @@ def check_metadata(
         ("swa.window_size", layer.window, swa.window_size, "the model's window"),
     ]
     if layer.kind is not LayerKind.SWA:
-        if not isinstance(compressed, FlashMLASparseMetadata):
+        if not isinstance(compressed, CompressedMetadata):
             expected = f"metadata of {layer.kind.value} layers"
             raise ArgumentError("metadata.compressed", expected=expected, actual=compressed)
         assert caches.compressed is not None
@@ -253,7 +253,7 @@ def check_metadata(
             raise ArgumentError(f"metadata: {name}", expected=f"at most {bound} ({where})", actual=actual)
 
 
-def _check_tables(swa: DeepseekSparseSWAMetadata, compressed: FlashMLASparseMetadata) -> None:
+def _check_tables(swa: WindowMetadata, compressed: CompressedMetadata) -> None:
     """Check that metadata of c128a layers have the tables of each phase that has tokens."""
     counts = {
         "c128a_global_decode_topk_indices": swa.num_decode_tokens,
@@ -293,7 +293,7 @@ def check_insert(
     cache: PagedKVCache,
     layer: LayerGeometry,
 ) -> None:
-    """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other.
+    """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert fit each other.
 
     q: None if there are keys alone.
     """

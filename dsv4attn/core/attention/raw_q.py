@@ -9,7 +9,7 @@ from torch import Tensor
 from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.backend import Backend, RawQuery
-from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, WindowMetadata
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.torch_modes import is_capturing
 
@@ -64,7 +64,7 @@ class RawQSteps:
     """
 
     def __init__(self) -> None:
-        self._steps: WeakSet[DeepseekSparseSWAMetadata] = WeakSet()
+        self._steps: WeakSet[WindowMetadata] = WeakSet()
 
     def __reduce__(self) -> tuple[type[RawQSteps], tuple[()]]:
         """Copies and pickles are new."""

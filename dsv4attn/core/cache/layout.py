@@ -80,7 +80,7 @@ class PagedKVCache:
     Raises ArgumentError if the tensor cannot be such a cache.
     """
 
-    __slots__ = ("_memory", "_regions", "_shape", "_storage", "block_size", "layout", "num_blocks", "tensor")
+    __slots__ = ("_memory", "_regions", "_shape", "block_size", "layout", "num_blocks", "tensor")
 
     tensor: Tensor
     layout: KVCacheLayout
@@ -89,7 +89,6 @@ class PagedKVCache:
     _shape: tuple[object, ...]
     _memory: CacheMemory | None
     _regions: dict[str, Tensor]
-    _storage: int
 
     def __init__(self, tensor: Tensor, layout: KVCacheLayout, *, block_size: int | None = None) -> None:
         check_type("cache tensor", tensor, Tensor, cure="pass memory as a tensor, or PagedKVCache.allocate(...)")
@@ -107,9 +106,8 @@ class PagedKVCache:
             raise ArgumentError("cache tensor", expected=expected, actual=list(tensor.shape), hint=hint)
         layout.check_block_size(block_size)
         fields = {"tensor": tensor, "layout": layout, "num_blocks": tensor.shape[0], "block_size": block_size}
-        # what `memory` has seen last, and the views of `region` with the identity of their storage: nothing yet
-        fields |= {"_shape": (tensor.dtype, tensor.shape, tensor.stride()), "_memory": None}
-        fields |= {"_regions": {}, "_storage": 0}
+        # what `memory` has seen last, and the views of `region`: nothing yet
+        fields |= {"_shape": (tensor.dtype, tensor.shape, tensor.stride()), "_memory": None, "_regions": {}}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         self._checked_stride()
@@ -239,12 +237,11 @@ class PagedKVCache:
         ArgumentError as `memory`.
         name: the field.
         """
-        memory, storage = self.memory, self.tensor.untyped_storage()._cdata  # noqa: SLF001 - its identity
+        memory, storage, view = self.memory, self.tensor.untyped_storage(), next(iter(self._regions.values()), None)
         # views stay with the storage that they were made of; another storage may have its address
-        if not self._regions or storage != self._storage:
+        if view is None or view.untyped_storage() is not storage:
             with torch.inference_mode(False):  # as `allocate`
                 object.__setattr__(self, "_regions", dict(self._views(memory.page_stride)))
-            object.__setattr__(self, "_storage", storage)
         return self._regions[name]
 
     def _views(self, page_stride: int) -> Iterator[tuple[str, Tensor]]:

@@ -15,13 +15,7 @@ from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.rank_buffers import PAGE_TOKENS, key_tokens, keys_are_less
 from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.metadata import (
-    AttentionMetadata,
-    Batch,
-    DeepseekSparseSWAMetadata,
-    FlashMLASparseMetadata,
-    WholePrefill,
-)
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, CompressedMetadata, WholePrefill, WindowMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.errors import ArgumentError
 
@@ -113,11 +107,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
         return of_layers
 
     def _whole(
-        self,
-        batch: Batch,
-        swa: DeepseekSparseSWAMetadata,
-        layer: LayerGeometry,
-        compressed: FlashMLASparseMetadata,
+        self, batch: Batch, swa: WindowMetadata, layer: LayerGeometry, compressed: CompressedMetadata
     ) -> WholePrefill | None:
         """Metadata of prefill over the keys of all ranks; None where it sends more, or needs more pages than planned.
 
@@ -147,19 +137,17 @@ class OwnedMetadataBuilder(MetadataBuilder):
         whole = whole.view(batch.num_reqs, width)
         build = self.builder_ops.build_compressed_slot_mapping
         build(step_tokens, PageTable(whole, records), layer.compress_ratio, out=(slots, lens))
-        kept = {attribute.name: getattr(compressed, attribute.name) for attribute in fields(FlashMLASparseMetadata)}
+        kept = {attribute.name: getattr(compressed, attribute.name) for attribute in fields(CompressedMetadata)}
         # without fields of a backend's own, which are of this rank's entries
-        part = FlashMLASparseMetadata(
-            **{**kept, "block_table": whole, "compressed_lens": lens[: swa.num_actual_tokens]}
-        )
+        part = CompressedMetadata(**{**kept, "block_table": whole, "compressed_lens": lens[: swa.num_actual_tokens]})
         return WholePrefill(AttentionMetadata(swa, part), pages)
 
-    def without_windows(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
+    def without_windows(self, swa: WindowMetadata) -> WindowMetadata:
         """The same batch, whose tokens see no window, without fields of a backend's own.
 
         swa: what `build` returned.
         """
-        kept = {attribute.name: getattr(swa, attribute.name) for attribute in fields(DeepseekSparseSWAMetadata)}
+        kept = {attribute.name: getattr(swa, attribute.name) for attribute in fields(WindowMetadata)}
         decodes, prefills = swa.num_decode_tokens, swa.num_prefill_tokens
         empty = {
             "decode_swa_indices": self._no_windows[0][:decodes, :, : swa.decode_swa_indices.shape[2]],
@@ -168,7 +156,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
             "prefill_swa_lens": self._no_lens[:prefills],
             "prefill_gather_lens": self._no_lens[: swa.num_prefills],
         }
-        return DeepseekSparseSWAMetadata(**{**kept, **empty})
+        return WindowMetadata(**{**kept, **empty})
 
     def _check_limit(self, argument: str, limit: str, value: int) -> None:
         super()._check_limit(f"{argument} on rank {self.ownership.rank} of {self.ownership.size}", limit, value)

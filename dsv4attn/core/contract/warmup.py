@@ -90,14 +90,14 @@ class WarmupSpec:
         *,
         swa: KVCacheLayout | None = None,
         compressed: KVCacheLayout | None = None,
-        layer_steps: bool = False,
+        layer_parts: bool = False,
         **options: Any,  # noqa: ANN401 - the other fields
     ) -> WarmupSpec:
         """The spec of a model on one rank: a layer of each kind that it has, and a window-only layer for drafts.
 
         swa: layout of the window caches, by default `fp8_ds_mla` of the model's dims.
         compressed: layout of the compressed caches, by default that of the window caches.
-        layer_steps: whether the ops around attention, or those of `parts`, run on the backend too.
+        layer_parts: whether the parts around attention, all or those of `parts`, run on the backend too.
         options: the other fields.
         """
         if swa is None:
@@ -107,7 +107,7 @@ class WarmupSpec:
         blocks = (32, 128) if geometry.shared_latent else (128,)
         of_model: dict[str, Any] = {"num_groups": geometry.o_groups, "o_lora_rank": geometry.o_lora_rank}
         of_model["wo_a_blocks"] = blocks
-        if layer_steps:
+        if layer_parts:
             of_model["model"] = geometry
         compressed = swa if compressed is None else compressed
         return cls(layers=layers, limits=limits, swa=swa, compressed=compressed, **{**of_model, **options})

@@ -34,7 +34,7 @@ from dsv4attn.core.layer.projections import CodedLinear, Projections
 from dsv4attn.core.layer.shared_sources import BoundSources, own_buffer
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import ForwardContext, get_forward_context
-from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind, LayerRole, ModelGeometry, Rope
 from dsv4attn.core.model.quantized_weight import CodedMatrix, check_weight, nan_scales
 from dsv4attn.core.model.rope import cos_sin_cache
@@ -189,7 +189,7 @@ class DeepseekV4Attention:
             )
         self.caches: DeepseekV4Caches | None = None
         self._source_caches: DeepseekV4Caches | None = None
-        self.selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None = None
+        self.selected_in: tuple[ReferenceType[WindowMetadata], ReferenceType[ForwardContext]] | None = None
         """Metadata and context of the step in which the indexer selected last, on layers that others read from."""
         self._weight_dtype = self._forms["wq_a"][0]
         self._op_tensors: tuple[Tensor | None, ...] = (None,) * 5

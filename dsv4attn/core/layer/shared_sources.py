@@ -15,7 +15,7 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.indexer import Candidates
 from dsv4attn.core.metadata.forward_context import ForwardContext
-from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerSources, ModelGeometry
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 
@@ -33,7 +33,7 @@ class SourceLayer(Protocol):
     caches: DeepseekV4Caches | None
     topk_indices: Tensor | None
     candidates: Candidates | None
-    selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None
+    selected_in: tuple[ReferenceType[WindowMetadata], ReferenceType[ForwardContext]] | None
 
 
 @frozen(eq=False)
@@ -176,7 +176,7 @@ def own_buffer(
     return buffer
 
 
-def _same_tokens(left: DeepseekSparseSWAMetadata, right: DeepseekSparseSWAMetadata) -> bool:
+def _same_tokens(left: WindowMetadata, right: WindowMetadata) -> bool:
     """Whether two metadata are of the same tokens, as their tensors are the same objects."""
     return (
         left.num_actual_tokens == right.num_actual_tokens

@@ -59,7 +59,7 @@ def plan_workspace(
     backend: Backend,
     layout: KVCacheLayout,
     *,
-    layer_steps: bool = False,
+    layer_parts: bool = False,
     ranks: int | None = None,
     divides_heads: bool = False,
     prefill_keys: bool = True,
@@ -68,7 +68,7 @@ def plan_workspace(
     """Bytes of the workspace that are enough for every batch within `limits`, for layers like this one.
 
     layer: geometry of the layer. limits: of every batch. backend: what will run the layer.
-    layout: of the window cache; the compressed cache has the same row dtype. layer_steps: whether the steps around
+    layout: of the window cache; the compressed cache has the same row dtype. layer_parts: whether the parts around
     attention run too. ranks: those that share the compressed entries; None: no context parallelism. divides_heads:
     whether these ranks divide heads, and the layer has those of one (`ContextParallel.divides_heads`). prefill_keys:
     whether these ranks may gather keys for prefill (`ContextParallel.prefill_keys`), from a compressed cache with the
@@ -95,13 +95,13 @@ def plan_workspace(
         backend.transient_bytes(layer, tokens, width, max(bounds.rows, tokens)),
         backend.index_ops.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
     )
-    if layer_steps:
+    if layer_parts:
         transient = max(transient, backend.layer_ops.transient_bytes(tokens))
     if ranks is not None and layer.has_entries:
         arenas[RANKS] = exchanged
         if prefill_keys and ranks > 1 and not limits.single_phase:
             arenas[KEYS_ARENA] = key_bytes(ranks, layer, limits, layout)
-        if layer_steps and layer.topk:
+        if layer_parts and layer.topk:
             transient = max(transient, 2 * TILE_BYTES) + selection_transient_bytes(ranks, layer, tokens)
     return WorkspacePlan(arenas, transient)
 

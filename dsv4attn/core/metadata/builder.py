@@ -32,10 +32,10 @@ from dsv4attn.core.metadata.metadata import (
     AttentionMetadata,
     Batch,
     BuildState,
+    CompressedMetadata,
     CompressorMetadata,
-    DeepseekSparseSWAMetadata,
-    FlashMLASparseMetadata,
     LayerKey,
+    WindowMetadata,
 )
 from dsv4attn.core.metadata.prefix_hits import PrefixHits, check_hits, hits_of
 from dsv4attn.core.model.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
@@ -117,7 +117,7 @@ class MetadataBuilder:
             raise ArgumentError("builder_ops", expected="BuilderOps", actual=type(self.builder_ops).__name__, hint=hint)
         with torch.inference_mode(False):  # as `_buffer`
             extension = backend.metadata_extension(geometry, limits, self.device) if backend else None
-        self._extension: MetadataExtension[DeepseekSparseSWAMetadata, FlashMLASparseMetadata] | None = extension
+        self._extension: MetadataExtension[WindowMetadata, CompressedMetadata] | None = extension
         for ratio in (layer.compress_ratio for layer in geometry.distinct_layers):
             if compressed_block_tokens % ratio:
                 expected = f"a multiple of ratio {ratio}"
@@ -163,7 +163,7 @@ class MetadataBuilder:
         with torch.inference_mode(False):  # written outside of the mode that it may be made in
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def build(self, batch: Batch) -> DeepseekSparseSWAMetadata:
+    def build(self, batch: Batch) -> WindowMetadata:
         """Window metadata of a batch. Raises ArgumentError before it writes anything.
 
         batch: the requests of the step, with their block tables and lengths.
@@ -200,7 +200,7 @@ class MetadataBuilder:
         self.builder_ops.build_gather_lens(
             starts[num_decodes:], prefill_seq_lens, window, out=gather_lens, replay_start=first
         )
-        metadata = DeepseekSparseSWAMetadata(
+        metadata = WindowMetadata(
             num_decodes=num_decodes,
             num_prefills=num_prefills,
             num_decode_tokens=num_decode_tokens,
@@ -256,12 +256,12 @@ class MetadataBuilder:
     def build_compressed(
         self,
         batch: Batch,
-        swa: DeepseekSparseSWAMetadata,
+        swa: WindowMetadata,
         kind: LayerKind,
         *,
         compress_ratio: int | None = None,
         full_width: bool = False,
-    ) -> FlashMLASparseMetadata:
+    ) -> CompressedMetadata:
         """Compressed metadata of a batch for all layers of a kind; `swa` is what `build` made of the same batch.
 
         batch: the requests of the step.
@@ -283,7 +283,7 @@ class MetadataBuilder:
         self._hits.hide_entries(batch, swa, slots)
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.HCA else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
-        metadata = FlashMLASparseMetadata(
+        metadata = CompressedMetadata(
             kind=kind,
             compress_ratio=ratio,
             num_reqs=batch.num_reqs,
@@ -365,7 +365,7 @@ class MetadataBuilder:
         return [by_key[layer.key] for layer in layers]
 
     def build_state(
-        self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, compress_ratio: int | None = None
+        self, batch: Batch, swa: WindowMetadata, kind: LayerKind, *, compress_ratio: int | None = None
     ) -> CompressorMetadata | None:
         """Compressor metadata of a batch for all layers of a kind; None without a table of states, or without states.
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dsv4attn.core.metadata.metadata import (
     AttentionMetadata,
+    CompressedMetadata,
     CompressorMetadata,
-    DeepseekSparseSWAMetadata,
-    FlashMLASparseMetadata,
     LayerKey,
+    WindowMetadata,
 )
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.reprs import fields_repr
@@ -25,7 +25,7 @@ __all__ = ["ForwardContext", "get_forward_context", "runs_as_captured", "set_for
 
 Metadata: TypeAlias = (
     "Mapping[LayerKind, AttentionMetadata] | Mapping[LayerKey, AttentionMetadata] | Mapping[str, AttentionMetadata]"
-    "| Mapping[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | CompressorMetadata | None]"
+    "| Mapping[str, WindowMetadata | CompressedMetadata | CompressorMetadata | None]"
 )
 
 
@@ -79,16 +79,16 @@ class ForwardContext:
                     self._refuse_earlier_build()
                 return both
         part = entries.get(prefix) if compressed else None
-        if not isinstance(swa, DeepseekSparseSWAMetadata):
-            raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, entries, kind))
-        if compressed and not isinstance(part, FlashMLASparseMetadata):
-            raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, entries, kind))
+        if not isinstance(swa, WindowMetadata):
+            raise NoForwardContextError(_missing(swa_prefix, WindowMetadata, swa, entries, kind))
+        if compressed and not isinstance(part, CompressedMetadata):
+            raise NoForwardContextError(_missing(prefix, CompressedMetadata, part, entries, kind))
         if swa.build_state is not None and not swa.build_state.is_last:
             self._refuse_earlier_build()
         state = entries.get(f"{prefix}.state") if compressed else None
         return AttentionMetadata(
             swa,
-            part if isinstance(part, FlashMLASparseMetadata) else None,
+            part if isinstance(part, CompressedMetadata) else None,
             state if isinstance(state, CompressorMetadata) else None,
         )
 

@@ -30,12 +30,11 @@ from dsv4attn.errors import ArgumentError
 __all__ = [
     "AttentionMetadata",
     "Batch",
+    "CompressedMetadata",
     "CompressorMetadata",
-    "DeepseekSparseSWAMetadata",
-    "DeepseekV4FlashMLAMetadata",
-    "FlashMLASparseMetadata",
     "SourceRows",
     "WholePrefill",
+    "WindowMetadata",
 ]
 
 
@@ -124,7 +123,7 @@ class BuildState:
 
 
 @frozen(kw_only=True, eq=False)
-class DeepseekSparseSWAMetadata:
+class WindowMetadata:
     """Window part of a batch: the same for all layers. Made by `MetadataBuilder`.
 
     num_decodes: Rd - decode requests, which come first.
@@ -141,7 +140,7 @@ class DeepseekSparseSWAMetadata:
     query_start_loc: [R+1] int32 - of the batch.
     query_start_loc_cpu: [R+1] int32 - of the batch, on the host.
     is_valid_token: [T] bool - whether a token is real: whether its request is not -1.
-    token_to_req_indices: [T] int32 - request of each token; -1 for a token that is not real. All steps obey it.
+    token_to_req_indices: [T] int32 - request of each token; -1 for a token that is not real. All ops obey it.
     decode_swa_indices: [Td, 1, _] int32 - slots of each decode token's window in ascending position, then -1; at least
        W columns, at most `Limits.decode_window_columns`.
     decode_swa_lens: [Td] int32 - how many slots each row has.
@@ -200,7 +199,7 @@ class DeepseekSparseSWAMetadata:
             rows, _, columns = getattr(self, name).shape
             if rows and columns < self.window_size:
                 expected = f"at least the {self.window_size} columns of the window"
-                raise ArgumentError(f"DeepseekSparseSWAMetadata.{name}", expected=expected, actual=columns)
+                raise ArgumentError(f"WindowMetadata.{name}", expected=expected, actual=columns)
 
     @cached_property
     def prepared(self) -> dict[object, Any]:
@@ -224,7 +223,7 @@ class DeepseekSparseSWAMetadata:
 
 
 @frozen(kw_only=True, eq=False)
-class FlashMLASparseMetadata:
+class CompressedMetadata:
     """Compressed part of a batch: the same for all layers of one kind. Made by `MetadataBuilder`.
 
     kind: c4a or c128a.
@@ -289,9 +288,6 @@ class FlashMLASparseMetadata:
         return None
 
 
-DeepseekV4FlashMLAMetadata = FlashMLASparseMetadata
-
-
 @frozen(kw_only=True, eq=False)
 class CompressorMetadata:
     """Where the tokens of a batch have their compressor states: the same for all layers of a kind.
@@ -333,8 +329,8 @@ class AttentionMetadata:
        None: the layers that they read from run on the same rows, with the same metadata.
     """
 
-    swa: DeepseekSparseSWAMetadata
-    compressed: FlashMLASparseMetadata | None = None
+    swa: WindowMetadata
+    compressed: CompressedMetadata | None = None
     state: CompressorMetadata | None = None
     ownership: Ownership | None = None
     whole: WholePrefill | None = None
@@ -362,13 +358,13 @@ class SourceRows:
     rows: [T] int64 - for each token of the part, its row in that step.
     """
 
-    source: DeepseekSparseSWAMetadata
+    source: WindowMetadata
     rows: Tensor
 
     __repr__ = fields_repr
 
     def __attrs_post_init__(self) -> None:
-        check_type("source", self.source, DeepseekSparseSWAMetadata, cure="give the swa of the step's metadata")
+        check_type("source", self.source, WindowMetadata, cure="give the swa of the step's metadata")
         check_tensor("rows", self.rows, "T", torch.int64, {})
         tokens = self.source.num_actual_tokens
         if self.rows.device.type == "cpu" and bool(((self.rows < 0) | (self.rows >= tokens)).any()):

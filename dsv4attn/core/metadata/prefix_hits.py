@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.selected_keys import StepTokens
 from dsv4attn.core.contract.builder_ops import BuilderOps
-from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata
+from dsv4attn.core.metadata.metadata import Batch, WindowMetadata
 from dsv4attn.core.model.layer_geometry import LayerGeometry
 from dsv4attn.errors import ArgumentError
 
@@ -32,15 +32,15 @@ class PrefixHits:
             layer.key: buffer(torch.int32) for layer in layers if layer.shared_latent and layer.has_states
         }
 
-    def hide_entries(self, batch: Batch, swa: DeepseekSparseSWAMetadata, slots: Tensor) -> None:
+    def hide_entries(self, batch: Batch, swa: WindowMetadata, slots: Tensor) -> None:
         """Set the slots [>= T] of entries that a hit has to -1."""
         self._hide(batch, swa, batch.num_cached_tokens, slots)
 
-    def hide_states(self, batch: Batch, swa: DeepseekSparseSWAMetadata, slots: Tensor) -> None:
+    def hide_states(self, batch: Batch, swa: WindowMetadata, slots: Tensor) -> None:
         """Set the slots [>= T] of states that are cached to -1."""
         self._hide(batch, swa, _cached_states(batch), slots)
 
-    def requests_of_ring(self, batch: Batch, swa: DeepseekSparseSWAMetadata, layer: LayerGeometry) -> Tensor | None:
+    def requests_of_ring(self, batch: Batch, swa: WindowMetadata, layer: LayerGeometry) -> Tensor | None:
         """Request [T] int32 of each token whose state is written, or read by an entry that is stored; -1 for others.
 
         None: of each token, as in the window metadata.
@@ -54,11 +54,11 @@ class PrefixHits:
         # an entry on both sides of the end has its states in a page that the request writes, so the page is its own
         return requests[:tokens].masked_fill_(self._mask(batch, swa, cached, layer.compress_ratio), -1)
 
-    def _hide(self, batch: Batch, swa: DeepseekSparseSWAMetadata, num_cached: Tensor | None, slots: Tensor) -> None:
+    def _hide(self, batch: Batch, swa: WindowMetadata, num_cached: Tensor | None, slots: Tensor) -> None:
         if num_cached is not None:
             slots[: swa.num_actual_tokens].masked_fill_(self._mask(batch, swa, num_cached, 1), -1)
 
-    def _mask(self, batch: Batch, swa: DeepseekSparseSWAMetadata, num_cached: Tensor, ratio: int) -> Tensor:
+    def _mask(self, batch: Batch, swa: WindowMetadata, num_cached: Tensor, ratio: int) -> Tensor:
         """[T] bool: see `index_ops.build_cached_mask`. The next call overwrites it."""
         mask = self._is_cached[: swa.num_actual_tokens]
         tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)

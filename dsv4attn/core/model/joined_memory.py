@@ -73,7 +73,11 @@ def has_own_memory(tensor: Tensor) -> bool:
 
 
 def users_of(tensor: Tensor) -> int:
-    """How many tensors use the memory of a tensor, itself included; more than one where torch does not count them."""
+    """How many tensors use the memory of a tensor, itself included; more than one where torch does not count them.
+
+    Torch counts them under a private name alone. Public is a weak reference to a storage, which says when its memory is
+    free. That is too late: joined memory stays, as captured graphs read it, while others may use it or not.
+    """
     if not hasattr(torch._C, "_storage_Use_Count"):  # noqa: SLF001 - no public name
         return 2
     return _count(tensor) - _count_of_one() + 1

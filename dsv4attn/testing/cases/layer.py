@@ -130,7 +130,7 @@ def compressor_cases() -> Iterator[Case]:
     yield _layer("states-positions", "K1", says, compressing("c128a", "ocp", requests=((65_500, 70),)), saves_states)
     says = "an eps of 0.02, with kv so small that it shows, is the one that is added"
     yield _layer("compress-eps", "K3", says, compressing("c4a", "ocp", size=0.02, eps=0.02), compresses)
-    says = "a weight of the norm in bf16 counts as the same numbers in fp32, where the steps take one"
+    says = "a weight of the norm in bf16 counts as the same numbers in fp32, where the ops take one"
     halved = compressing("c128a", "ocp", norm_dtype=torch.bfloat16)
     yield _layer("compress-norm-bf16", "K3", says, halved, compresses)
     says = "slots of entries that are negative or do not exist are skipped, and no other byte is written"
@@ -390,7 +390,7 @@ def hyper_cases() -> Iterator[Case]:
 
 def step_memory_cases() -> Iterator[Case]:
     """Temporaries of the layer ops, with sizes at which a step in torch that is not cut into tiles holds too much."""
-    says = "temporaries of the steps stay within transient_bytes"
+    says = "temporaries of the ops stay within transient_bytes"
     step = compressing("c4a", "ocp")
     yield _layer("temporaries-compressor", "W5", says, step, layer_temporaries(27, saves_and_compresses))
     many = queries("mxfp4", count=1031, heads=64)

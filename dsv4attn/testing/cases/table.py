@@ -80,13 +80,13 @@ GROUPS = {
     "X": "index scores",
     "T": "selection",
     "H": "hyper-connections",
-    "V": "steps of DeepSeek-V4.1",
+    "V": "ops of DeepSeek-V4.1",
 }
 """Meaning of the letters of the clauses."""
 
 
 def cache_cases() -> Iterator[Case]:
-    """Writing, reading and moving records, and the steps in front of attention."""
+    """Writing, reading and moving records, and the ops before attention."""
     for cache, page in (
         *(("ocp", page) for page in PAGE_SIZES),
         ("fnuz", 64),

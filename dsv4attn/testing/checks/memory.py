@@ -150,17 +150,17 @@ def _within(used: int, allowed: int) -> Measure:
 class _Metered:
     """Layer ops whose temporaries are measured."""
 
-    def __init__(self, steps: LayerOps) -> None:
-        self._steps, self.used = steps, 0
+    def __init__(self, ops: LayerOps) -> None:
+        self._ops, self.used = ops, 0
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a step
-        step, meter = getattr(self._steps, name), _Meter()
-        if not callable(step):
-            return step
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - an op
+        op, meter = getattr(self._ops, name), _Meter()
+        if not callable(op):
+            return op
 
-        def run(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of any step
+        def run(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of any op
             with meter:
-                result = step(*args, **options)
+                result = op(*args, **options)
             results = attrs.astuple(result, recurse=False) if attrs.has(type(result)) else result
             result_bytes = sum(tensor.nbytes for tensor in tree_leaves(results) if isinstance(tensor, torch.Tensor))
             self.used = max(self.used, meter.peak - result_bytes)
@@ -180,8 +180,7 @@ def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Cal
     """The layer ops of some runs hold no more temporaries than `transient_bytes(tokens)` of the ops says."""
 
     def check(bench: Bench, inputs: Any) -> Measure:  # noqa: ANN401 - a CaseInput
-        steps = bench.layer_ops
-        metered, allowed = _Metered(steps), steps.transient_bytes(tokens)
+        metered, allowed = _Metered(bench.layer_ops), bench.layer_ops.transient_bytes(tokens)
         backend: Any = _Layer(metered)
         for run in runs:
             run(attrs.evolve(bench, backend=backend), inputs)

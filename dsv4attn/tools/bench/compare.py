@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp, hypot, log
+from typing import Any
 
 from attrs import asdict, frozen
 
 from dsv4attn.tools.bench.result import Run
-from dsv4attn.tools.bench.runner import BenchRow
+from dsv4attn.tools.bench.runner import MEASURED, BenchRow
 
 __all__ = ["Change", "Comparison", "compare"]
 
@@ -16,6 +17,8 @@ LEAST = 0.05
 """A difference below this share of the old time is not reported."""
 SPREADS = 3
 """Noise threshold, in combined standard spreads of the two runs."""
+HOST = "host"
+"""Rows of this kernel differed by almost a factor of 2 between processes (H200, 2026-11-29): less is not reported."""
 
 
 @frozen
@@ -100,7 +103,7 @@ class Comparison:
 
 
 def compare(old: Run, new: Run) -> Comparison:
-    """Compare the rows of backends. Rows of peers, and rows without a time in the old run, are left out."""
+    """Compare the times of backends. Rows of peers, and rows without a time in the old run, are left out."""
     old_rows, new_rows = _keyed(old), _keyed(new)
     timed = {key: row for key, row in old_rows.items() if row.median}
     changes = [_change(row, new_rows[key]) for key, row in timed.items() if key in new_rows]
@@ -116,12 +119,25 @@ def _place(run: Run) -> str:
 
 
 def _keyed(run: Run) -> dict[tuple[str, str], BenchRow]:
-    return {(row.case, row.by): row for row in run.rows if not row.is_peer}
+    rows = [*(row for row in run.rows if not row.is_peer), *_other_rows([*run.host, *run.layers])]
+    return {(row.case, row.by): row for row in rows}
+
+
+def _other_rows(times: Sequence[Mapping[str, Any]]) -> Iterator[BenchRow]:
+    """Times of the host and of whole layers, which have no rows: `plain_us`, `deterministic_s` and so on."""
+    for values in times:
+        case = values.get("case", f"{HOST} {values['layer']}")
+        for name, value in values.items():
+            what, _, unit = name.rpartition("_")
+            if unit in ("s", "us") and value:
+                seconds = value if unit == "s" else 1e-6 * value
+                yield BenchRow(case.split()[0], f"{case}, {what}", values["by"], MEASURED, median=seconds)
 
 
 def _change(old: BenchRow, new: BenchRow) -> Change:
     assert old.median
-    noise = max(LEAST * old.median, SPREADS * hypot(_spread(old), _spread(new)))
+    least = min(old.median, new.median or old.median) if new.kernel == HOST else LEAST * old.median
+    noise = max(least, SPREADS * hypot(_spread(old), _spread(new)))
     return Change(new.case, new.by, old.median, new.median, noise, f"{new.state}: {new.reason}" if new.reason else "")
 
 

@@ -52,9 +52,9 @@ class Overhead:
         """One line."""
         direct, plain, bound, idle = (self.us(name) for name in ("direct", "plain", "bound", "idle"))
         return (
-            f"one decode token, {self.layer}: {direct:.0f} us in the backend's own steps on arguments made before, "
+            f"one decode token, {self.layer}: {direct:.0f} us in the backend's own ops on arguments made before, "
             f"{plain:.0f} us ({self.percent('plain'):+.1f} %) through forward_mqa, {bound:.0f} us "
-            f"({self.percent('bound'):+.1f} %) through a bound layer; {idle:.0f} us through one whose steps do nothing"
+            f"({self.percent('bound'):+.1f} %) through a bound layer; {idle:.0f} us through one whose ops do nothing"
         )
 
     def as_json(self) -> dict[str, object]:
@@ -74,7 +74,7 @@ def overhead(step: ForwardStep, *, rounds: int = 200) -> Overhead:
     metadata = {bound.prefix: step.compressed_metadata, bound.swa_prefix: step.window_metadata}
     times: tuple[list[float], ...] = ([], [], [], [])
     with torch.inference_mode(), set_forward_context(metadata):
-        direct = _own_steps(step)
+        direct = _own_ops(step)
         calls = direct, step.run, through(bound), through(idle)
         # an idle call enqueues nothing on an accelerator, so there is nothing to wait for
         devices = *[step.q.device] * 3, torch.device("cpu")
@@ -116,7 +116,7 @@ def _bound(step: ForwardStep, backend: Backend) -> DeepseekV4MLAAttention:
     return layer
 
 
-def _own_steps(step: ForwardStep) -> Callable[[], None]:
+def _own_ops(step: ForwardStep) -> Callable[[], None]:
     """What core runs of the backend for this step, prepared, with the very arguments, and nothing else."""
     calls: list[Callable[[], Any]] = []
 

@@ -202,8 +202,8 @@ def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list
         ("attend_from", "attention", "output projection"),
     ):
         setattr(attention, name, marks.around(part, getattr(attention, name), then))
-    steps = backend.layer_ops
-    first, second = (HyperConnections(prepared.geometry, _mixes(prepared.geometry, device), steps) for _ in range(2))
+    ops = backend.layer_ops
+    first, second = (HyperConnections(prepared.geometry, _mixes(prepared.geometry, device), ops) for _ in range(2))
     streams = prepared.hidden[:, None].expand(-1, prepared.geometry.hc_mult, -1).contiguous()
 
     def run() -> None:

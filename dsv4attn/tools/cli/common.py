@@ -44,6 +44,7 @@ __all__ = [
     "failure_json",
     "geometry_of",
     "grid",
+    "longest_context",
     "reason_json",
     "require_torch",
     "simple_table",
@@ -66,6 +67,15 @@ _ENDLESS = 10_000
 def geometry_of(model: str) -> ModelGeometry:
     """The model of a preset's name, or of a config.json or the folder that holds it."""
     return ModelGeometry.from_config(model) if is_path(model) else ModelGeometry.preset(model)
+
+
+def longest_context(geometry: ModelGeometry, asked: int | None, default: int) -> int:
+    """Tokens of the longest sequence: `--max-model-len`, or a default. Raises ArgumentError beyond the model's own."""
+    longest = geometry.max_position
+    if asked is not None and asked > longest:
+        expected = f"at most {longest}, the longest context of {geometry.name}"
+        raise ArgumentError("--max-model-len", expected=expected, actual=asked)
+    return asked or min(default, longest)
 
 
 def device_facts(name: str) -> DeviceFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,12 @@ from dsv4attn.tools.cli.common import (
     epilog,
     geometry_of,
     grid,
+    longest_context,
     reason_json,
     require_torch,
     simple_table,
 )
-from dsv4attn.tools.cli.options import JSON, choice, command_line, integer, options, text
+from dsv4attn.tools.cli.options import JSON, OPTION, choice, command_line, integer, options, text, token_count
 from dsv4attn.tools.cli.progress import progress_bar
 from dsv4attn.tools.cli.threads import check_number
 
@@ -116,6 +117,12 @@ class _Job:
         help="Element type of both caches, or their record, where a window of v41_fp4 is v41_fp8; may be repeated.",
     ),
     integer("--tensor-parallel", default=1, help="Ranks that divide the heads. Kernels are those of one rank."),
+    token_count(
+        "--max-model-len",
+        help="Longest context that is served, as the engine's option of this name has it. Forms of selection in "
+        "captured graphs follow from it.  [default: the model's longest context]",
+    ),
+    OPTION,
     text("--kernel", "kernels", multiple=True, help="Kernel to compile; may be repeated.  [default: all]"),
     text(
         "--cache",
@@ -141,6 +148,8 @@ def compile_(
     model: str,
     dtypes: tuple[str, ...],
     tensor_parallel: int,
+    max_model_len: int | None,
+    backend_options: dict[str, str],
     kernels: tuple[str, ...],
     folder: Path | None,
     engine: str | None,
@@ -155,7 +164,8 @@ def compile_(
     confirmed it. A kernel that "spills" more than its backend expects is right, but slow. A kernel that exceeds a
     "limit" may not launch. A kernel that "failed" did not compile. Results go to Triton's cache,
     where a launch finds them: compile into a folder of an image, and set TRITON_CACHE_DIR to it there. vLLM and SGLang
-    have folders of their own without this variable: see --engine. Compile with the Triton of the image.
+    have folders of their own without this variable: see --engine. Compile with the Triton of the image. For vLLM, whose
+    wheel asks for it, backends have the option projection=fp8 unless the configuration or --option says otherwise.
 
     \b
     Exit codes:
@@ -165,20 +175,25 @@ def compile_(
     """  # noqa: D301 - click wants the character
     # names first: torch takes seconds
     geometry = geometry_of(model).tensor_parallel(tensor_parallel)
+    longest = longest_context(geometry, max_model_len, geometry.max_position)
     check_request(backend)
     archs = [_arch(name) for name in targets]
     workers = None if jobs is None else check_number("--jobs", jobs)
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
-    if engine is not None and folder is None:
-        [folder] = [known.kernel_folder() for known in ENGINES if known.package == engine]
+    [served] = [known for known in ENGINES if known.package == engine] or [None]
+    if served is not None and folder is None:
+        folder = served.kernel_folder()
     if folder is not None:
         # Triton reads it at each compilation, and so do the processes that it starts
         os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
     if DeviceFacts.here("cpu").interpreted:
         ctx.exit(_elsewhere(ctx))
-    tasks, failed = _jobs(archs, backend, geometry, dtypes, kernels)
+    bounds = [bounds_of(geometry, dtype, longest) for dtype in dict.fromkeys(dtypes)]
+    _require_triton()
+    loaded, failed = _loaded(backend, backend_options, served.options if served else {})
+    tasks = _jobs(archs, loaded, bounds, kernels)
     from dsv4attn.backends._triton.compiling.aot import compile_all
 
     total = sum(len(task.variants) * (1 if task.target.is_cuda else 2) for task in tasks)
@@ -215,28 +230,29 @@ def _elsewhere(ctx: click.Context) -> int:
     return subprocess.run(command, env=environ, check=False).returncode  # noqa: S603 - our own command
 
 
+def _require_triton() -> None:
+    """Raise UsageError without Triton, and for a release that is not served."""
+    from dsv4attn.backends._triton.support import require_release
+
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise click.UsageError("triton is not installed -> pip install 'dsv4attn[triton]'") from error
+    require_release()
+
+
 def _jobs(
     archs: Iterable[str],
-    backend: str | None,
-    geometry: ModelGeometry,
-    dtypes: Iterable[str],
+    loaded: Mapping[str, tuple[Registered, Backend]],
+    bounds: Sequence[WarmupSpec],
     kernels: Collection[str],
-) -> tuple[list[_Job], dict[str, str]]:
-    """The jobs, and the backends that cannot be loaded, each with its error."""
-    from dsv4attn.backends._triton.support import require_release
+) -> list[_Job]:
+    """The jobs. loaded: the backends whose kernels can be compiled."""
+    from dsv4attn.backends._triton.compiling.targets import Target
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
-    try:
-        from dsv4attn.backends._triton.compiling.targets import Target
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise click.UsageError("triton is not installed -> pip install 'dsv4attn[triton]'") from error
-    require_release()
     chosen = [Target.of(arch) for arch in archs]
-    bounds = [bounds_of(geometry, dtype) for dtype in dict.fromkeys(dtypes)]
-    loaded, failed = _loaded(backend)
     if not loaded:
         raise click.UsageError("no backend has kernels to compile; `dsv4attn backends` lists them")
     jobs, names = [], set[str]()
@@ -259,7 +275,7 @@ def _jobs(
     for name in kernels:
         if name not in names:
             raise UnknownNameError("kernel", name, names)
-    return jobs, failed
+    return jobs
 
 
 def _arch(name: str) -> str:
@@ -280,18 +296,25 @@ def _arch(name: str) -> str:
     return facts.arch
 
 
-def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, Backend]], dict[str, str]]:
-    """The backends whose kernels can be compiled; the one that is named must be."""
+def _loaded(
+    backend: str | None, options: Mapping[str, str], of_engine: Mapping[str, str]
+) -> tuple[dict[str, tuple[Registered, Backend]], dict[str, str]]:
+    """The backends whose kernels can be compiled, the one that is named must be; and the error of each other one.
+
+    options: of the backends. of_engine: those that an engine sets for backends that have them, unless the settings do.
+    """
     from dsv4attn.config import load_settings
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.errors import ArgumentError, Dsv4AttnError
     from dsv4attn.selection import load_backend, registered, registry_for
 
-    candidates = registry_for(load_settings()).backends if backend is None else {backend: registered(backend)}
+    settings = load_settings()
+    candidates = registry_for(settings).backends if backend is None else {backend: registered(backend)}
     loaded, failed = {}, {}
     for name, registration in candidates.items():
         try:
-            instance = load_backend(name)
+            usual = {key: value for key, value in of_engine.items() if key in registration.info.options}
+            instance = load_backend(name, **{**usual, **settings.options.get(name, {}), **options})
         except Dsv4AttnError as error:
             if backend is not None:
                 raise
@@ -304,10 +327,11 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, Backend]],
     return loaded, failed
 
 
-def bounds_of(geometry: ModelGeometry, dtype: str) -> WarmupSpec:
+def bounds_of(geometry: ModelGeometry, dtype: str, max_model_len: int | None = None) -> WarmupSpec:
     """Bounds of all calls of a model with caches of one type. Kernels do not depend on the size of batches.
 
-    Rows of tensors are aligned to 16 bytes. Variants for other alignments read and write narrower, in the same memory.
+    Rows of tensors are aligned to 16 bytes, as in engines. Variants for other alignments read and write narrower, in
+    the same memory. max_model_len: tokens of the longest sequence; None: the model's longest context.
     """
     import torch
 
@@ -317,7 +341,7 @@ def bounds_of(geometry: ModelGeometry, dtype: str) -> WarmupSpec:
     from dsv4attn.core.contract.warmup import WarmupSpec
 
     dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
-    limits = Limits(256, 8192, geometry.max_position)
+    limits = Limits(256, 8192, max_model_len or geometry.max_position)
     if dtype in _RECORDS:
         record = KEY_RECORDS[dtype]
         # V4's compressor does not write V4.1's records
@@ -326,12 +350,12 @@ def bounds_of(geometry: ModelGeometry, dtype: str) -> WarmupSpec:
         caches = {"swa": KVCacheLayout.of_record(window, *dims)}
         if record.window_record:
             caches["compressed"] = compressed
-        return WarmupSpec.of(geometry, limits, aligned_rows=True, layer_steps=True, parts=parts, **caches)
+        return WarmupSpec.of(geometry, limits, aligned_rows=True, layer_parts=True, parts=parts, **caches)
     if dtype in tuple(Fp8Format):
         layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
     else:
         layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
-    return WarmupSpec.of(geometry, limits, swa=layout, aligned_rows=True, layer_steps=True)
+    return WarmupSpec.of(geometry, limits, swa=layout, aligned_rows=True, layer_parts=True)
 
 
 def _checked(backend: str, variant: object) -> Variant:

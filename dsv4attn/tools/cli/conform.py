@@ -228,13 +228,13 @@ def _show(certificate: Certificate, target: Path | None, page: Path | None) -> N
     head = [("backend", [f"{subject.label}  ({owner})"]), ("device", [f"{subject.device}: {subject.facts}"])]
     if any(outcome.case.area is Area.LAYER for outcome in certificate.outcomes):
         sources: dict[str, list[str]] = defaultdict(list)
-        for part, source in certificate.layer_steps.items():
+        for part, source in certificate.layer_parts.items():
             sources[source].append(part.replace("_", "-"))
         head.append(("layer", [f"{', '.join(parts)}: {source}" for source, parts in sources.items()]))
         of_v41: dict[str, list[str]] = defaultdict(list)
-        for step, source in certificate.v41_steps.items():
-            of_v41[source].append(step)
-        head.append(("of V4.1", [f"{', '.join(steps)}: {source}" for source, steps in of_v41.items()]))
+        for op, source in certificate.v41_ops.items():
+            of_v41[source].append(op)
+        head.append(("of V4.1", [f"{', '.join(ops)}: {source}" for source, ops in of_v41.items()]))
     out.print(grid(head))
     out.print(Padding(_table(certificate), (0, 0, 0, 1)))
     for state in ("refused", "skipped"):

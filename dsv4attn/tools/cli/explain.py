@@ -243,7 +243,7 @@ def _as_json(selection: Selection) -> dict[str, Any]:
             }
             for c in selection.trace
         ],
-        "layer_steps": selection.layer_steps,
+        "layer_parts": selection.layer_parts,
         "reference_ops": list(selection.reference_ops) if selection.replaced else [],
         "failures": [failure_json(failure) for failure in selection.failures],
         "ignored": list(selection.ignored),
@@ -258,5 +258,5 @@ def _show(selection: Selection) -> None:
     if assumed := _assumed(selection.device):
         rows[1] = ("device", [*rows[1][1], assumed])
     styles = ["", "", ""] + [_STYLES.get(c.state, "") for c in selection.trace]
-    around = [""] * (bool(selection.layer_steps) + bool(selection.replaced))
+    around = [""] * (bool(selection.layer_parts) + bool(selection.replaced))
     out.print(grid(rows, styles + around + ["red"] * len(selection.failures)))

@@ -22,6 +22,7 @@ from dsv4attn.tools.cli.common import (
     device_facts,
     epilog,
     geometry_of,
+    longest_context,
     require_torch,
     simple_table,
     write_file,
@@ -208,10 +209,7 @@ def memory(
     if not 0 < utilization <= 1:
         raise ArgumentError("--utilization", expected="a part of the memory, above 0 and at most 1", actual=utilization)
     size = int(device_gib * _GIB)
-    max_model_len = max_model_len or min(131_072, geometry.max_position)
-    if max_model_len > geometry.max_position:
-        expected = f"at most {geometry.max_position}, the longest context of {geometry.name}"
-        raise ArgumentError("--max-model-len", expected=expected, actual=max_model_len)
+    max_model_len = longest_context(geometry, max_model_len, 131_072)
     if engine == "vllm" and dtype != "e4m3fn":
         raise ArgumentError("--dtype", expected="e4m3fn with --engine vllm", actual=dtype)
     window, entries = _layouts(geometry, dtype)

@@ -105,7 +105,8 @@ def bounds_of(runner: Any, served_parts: Collection[str]) -> WarmupSpec:  # noqa
         compressed=records.LAYOUTS[pool.compressed_kv_layout(ratios[0]).value] if ratios else None,
         swa_block_size=pool.get_swa_key_page_size(),
         lse=True,
-        layer_steps=parts.INDEXER in served_parts,
+        aligned_rows=True,
+        layer_parts=parts.INDEXER in served_parts,
         parts=("selection",) if parts.INDEXER in served_parts else (),
     )
 

@@ -15,8 +15,9 @@ from on_gpu.worker import VOCABULARY, answer_of
 from small_model import SIZES, configuration, draft_settings, figures, write_as_released
 from small_v41 import SIZES_V41, write_configuration
 
-from dsv4attn import load_backend
+from dsv4attn import ModelGeometry, load_backend
 from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.tools.cli.compile import bounds_of as compiled_bounds
 
 
 @pytest.fixture
@@ -109,13 +110,17 @@ def test_kernels_of_attention_and_selection_are_compiled_before_the_first_reques
     config = SimpleNamespace(hf_text_config=get_config(str(folders["mtp"]), trust_remote_code=False), context_len=4096)
     runner = SimpleNamespace(token_to_kv_pool=pool, model_config=config)
 
-    kernels = {}
-    for steps in (("indexer", "gather"), ()):
-        bounds = bounds_of(runner, steps)
+    model, kernels = ModelGeometry.from_config(str(folders["mtp"])), {}
+    for parts in (("indexer", "gather"), ()):
+        bounds = bounds_of(runner, parts)
         assert [layer.kind.value for layer in bounds.layers] == ["swa", "c4a", "c128a"]
         assert (bounds.layers[1].topk, bounds.layers[0].num_heads, bounds.swa.record_bytes) == (512, 64, 584)
-        variants = load_backend("sm90").kernel_variants(bounds, DeviceFacts.named("sm_90"))
-        kernels[steps] = {variant.name for variant in variants}
+        for name, target in (("triton", "sm_80"), ("sm90", "sm_90")):
+            backend, device = load_backend(name), DeviceFacts.named(target)
+            variants = backend.kernel_variants(bounds, device)
+            # an image has all of them: `dsv4attn compile --model FOLDER --max-model-len 4096`
+            assert {*variants} <= {*backend.kernel_variants(compiled_bounds(model, "e4m3fn", 4096), device)}
+        kernels[parts] = {variant.name for variant in variants}
     of_selection = {"choose_groups_kernel", "score_groups_kernel", "score_kernel", "choose_kernel"}
     assert kernels["indexer", "gather"] - kernels[()] == of_selection
     assert {"attention", "window_kernel", "gather_kernel"} <= kernels[()]

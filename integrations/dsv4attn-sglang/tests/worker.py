@@ -155,7 +155,7 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
         backend, variants = load_backend({"sm_90": "sm90"}.get(target, "triton")), []
         for name, compressed in LAYOUTS.items():
             layouts = {"swa": windows[name], "compressed": compressed}
-            bounds = WarmupSpec.of(model, limits, layer_steps=True, parts=PARTS, **layouts)
+            bounds = WarmupSpec.of(model, limits, layer_parts=True, parts=PARTS, **layouts)
             variants += backend.kernel_variants(bounds, DeviceFacts.named(target))
         said[target] = compile_each(variants, target)
     keeps = os.environ.pop("TRITON_CACHE_DIR") == folder

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
 
-from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKind
+from dsv4attn import CompressedMetadata, LayerKind, WindowMetadata
 from dsv4attn.core.contract.backend import RequestRows
 from dsv4attn_vllm.guard import RefusedError
 
@@ -36,8 +36,8 @@ else:
 
 __all__ = [
     "Backend",
-    "CompressedMetadata",
     "Described",
+    "FlashMLAMetadata",
     "SWABackend",
     "SWAMetadata",
     "StateBackend",
@@ -110,7 +110,7 @@ class Windows(VariableDecodes, _SWABuilder):
         lens = {"max_query_len": common.max_query_len, "max_seq_len": longest}
         return SWAMetadata(**vars(base), **lens, decode_threshold=self.decode_threshold, describe=self._window)
 
-    def _window(self, step: SWAMetadata) -> DeepseekSparseSWAMetadata:
+    def _window(self, step: SWAMetadata) -> WindowMetadata:
         return window_of(step, self.window_size)
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, None]:
@@ -136,7 +136,7 @@ _OF_PREFILL = (
 """Fields that vLLM fills in steps with prefill only."""
 
 
-def window_of(step: SWAMetadata, window: int) -> DeepseekSparseSWAMetadata:
+def window_of(step: SWAMetadata, window: int) -> WindowMetadata:
     """dsv4attn's window metadata of a step."""
     requests, tokens = step.num_decodes + step.num_prefills, step.num_decode_tokens + step.num_prefill_tokens
     rows = step.decode_swa_indices
@@ -146,7 +146,7 @@ def window_of(step: SWAMetadata, window: int) -> DeepseekSparseSWAMetadata:
     for name in _OF_PREFILL:
         value, device = getattr(step, name), "cpu" if name.endswith("_cpu") else rows.device
         of_prefill[name] = torch.empty(0, dtype=torch.int32, device=device) if value is None else value
-    return DeepseekSparseSWAMetadata(
+    return WindowMetadata(
         num_decodes=step.num_decodes,
         num_prefills=step.num_prefills,
         num_decode_tokens=step.num_decode_tokens,
@@ -187,7 +187,7 @@ def prefill_requests(step: SWAMetadata) -> RequestRows | None:
 
 
 @dataclass
-class CompressedMetadata(Described, sparse_mla.DeepseekV4FlashMLAMetadata):
+class FlashMLAMetadata(Described, sparse_mla.DeepseekV4FlashMLAMetadata):
     """vLLM's compressed metadata. visible_lens: [T] int32 - entries that each token sees."""
 
     visible_lens: Tensor | None = None
@@ -196,7 +196,7 @@ class CompressedMetadata(Described, sparse_mla.DeepseekV4FlashMLAMetadata):
 class CompressedBuilder(VariableDecodes, _CompressedBuilder):
     """Builds `metadata_class`; goes before vLLM's builder among the bases."""
 
-    metadata_class: ClassVar[type[Any]] = CompressedMetadata
+    metadata_class: ClassVar[type[Any]] = FlashMLAMetadata
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
         super().__init__(*args, **kwargs)
@@ -219,10 +219,10 @@ class CompressedBuilder(VariableDecodes, _CompressedBuilder):
         """[T] int32 - entries that each token sees."""
         return visible_entries(common, self.compress_ratio, self._visible)
 
-    def _compressed(self, step: Any) -> FlashMLASparseMetadata:  # noqa: ANN401 - metadata_class
+    def _compressed(self, step: Any) -> CompressedMetadata:  # noqa: ANN401 - metadata_class
         """dsv4attn's metadata of a step."""
         kind = LayerKind.HCA if self.compress_ratio == 128 else LayerKind.CSA
-        return FlashMLASparseMetadata(
+        return CompressedMetadata(
             kind=kind,
             compress_ratio=self.compress_ratio,
             num_reqs=step.num_reqs,
@@ -245,7 +245,7 @@ class CompressedBuilder(VariableDecodes, _CompressedBuilder):
 
 
 class CompressedMetadataBuilder(CompressedBuilder, sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
-    """Builds `CompressedMetadata`."""
+    """Builds `FlashMLAMetadata`."""
 
     def _c128a_rows(self, base: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's metadata
         decode, prefill = base.c128a_global_decode_topk_indices, base.c128a_prefill_topk_indices
@@ -376,7 +376,7 @@ class StateBackend(v4_compressor.CompressorBackend):
 
 
 @dataclass
-class V41CompressedMetadata(Described, v41_sparse_mla.DeepseekV4FlashMLAMetadata):
+class V41FlashMLAMetadata(Described, v41_sparse_mla.DeepseekV4FlashMLAMetadata):
     """vLLM's compressed metadata of V4.1. visible_lens: [T] int32 - entries that each token sees."""
 
     visible_lens: Tensor | None = None
@@ -385,7 +385,7 @@ class V41CompressedMetadata(Described, v41_sparse_mla.DeepseekV4FlashMLAMetadata
 class V41CompressedMetadataBuilder(CompressedBuilder, v41_sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
     """Builds metadata of the layers that own a compressed cache; those that share the cache read these."""
 
-    metadata_class = V41CompressedMetadata
+    metadata_class = V41FlashMLAMetadata
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
         super().__init__(*args, **kwargs)

@@ -9,6 +9,7 @@ from attrs import evolve
 from dsv4attn import Backend, Problem, resolve
 from dsv4attn.config import PHASES, Settings, load_settings
 from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.integrations.engines import VLLM
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.parts import PROJECTION, VARIABLE, is_named
 
@@ -28,7 +29,7 @@ def settings_for(parts: frozenset[str], problems: Sequence[Problem], device: Dev
         of_phase = [problem for problem in problems if problem.phase == phase]
         info = resolve(of_phase, device=device, settings=settings).require().info
         if PROJECTION in info.options:
-            options[info.name] = {PROJECTION: "fp8", **options.get(info.name, {})}
+            options[info.name] = {**VLLM.options, **options.get(info.name, {})}
     return evolve(settings, options=options)
 
 

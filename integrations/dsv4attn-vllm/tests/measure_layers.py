@@ -200,12 +200,12 @@ def records_at(pages: Tensor, slots: Tensor) -> Tensor:
 
 
 def classes_of(names: Sequence[str]) -> dict[str, tuple[type, str]]:
-    """Layer classes by name: vLLM's FlashMLA class, and dsv4attn's with its steps."""
+    """Layer classes by name: vLLM's FlashMLA class, and dsv4attn's with its parts."""
     from dsv4attn_vllm.cuda import CUDAAttention
     from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
     known = {"vLLM": (DeepseekV4FlashMLAAttention, "none")}
-    known |= {f"dsv4attn {steps}": (CUDAAttention, steps) for steps in ("auto", "none", "all")}
+    known |= {f"dsv4attn {parts}": (CUDAAttention, parts) for parts in ("auto", "none", "all")}
     return {name: known[name] for name in names}
 
 

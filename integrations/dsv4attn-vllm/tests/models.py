@@ -16,7 +16,7 @@ from engine import Engine, config_of, world
 from v41 import RATIOS, V41Engine, v41_config
 from vllm.config import VllmConfig
 
-__all__ = ["V4", "V41", "V41_WITH_STEPS", "Model", "draft_engine", "engine_of"]
+__all__ = ["V4", "V41", "V41_WITH_PARTS", "Model", "draft_engine", "engine_of"]
 
 
 @frozen
@@ -33,7 +33,7 @@ class Model:
     platforms: what is replaced on each platform.
     flash_mla: the name of vLLM's FlashMLA backend.
     dtypes: cache dtypes that are served.
-    steps: DSV4ATTN_VLLM_PARTS, or empty for the default.
+    parts: DSV4ATTN_VLLM_PARTS, or empty for the default.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Model:
     platforms: Mapping[str, Any]
     flash_mla: str
     dtypes: tuple[str, ...]
-    steps: str = ""
+    parts: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.steps}".strip()
+        return f"{self.name} {self.parts}".strip()
 
 
 V4 = Model(
@@ -76,7 +76,7 @@ V41 = Model(
     flash_mla="FLASHMLA_SPARSE_DSV41",
     dtypes=(*serving.V41_CACHE_DTYPES, FP4_CACHE),
 )
-V41_WITH_STEPS = evolve(V41, steps="indexer,compressor")
+V41_WITH_PARTS = evolve(V41, parts="indexer,compressor")
 """V4.1 with dsv4attn's compressor and indexer, which on a CPU are the default of V4 alone."""
 
 
@@ -105,10 +105,10 @@ def draft_engine(model: Model, backend: str) -> Iterator[Engine]:
 
 @contextmanager
 def _asked(model: Model, backend: str) -> Iterator[None]:
-    """Ask for a backend and steps by the variables that a user sets."""
+    """Ask for a backend and parts by the variables that a user sets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSV4ATTN_BACKEND", backend)
-        if model.steps:
-            patch.setenv("DSV4ATTN_VLLM_PARTS", model.steps)
+        if model.parts:
+            patch.setenv("DSV4ATTN_VLLM_PARTS", model.parts)
         serving._serving.cache_clear()
         yield

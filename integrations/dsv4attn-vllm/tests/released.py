@@ -104,8 +104,8 @@ def engines(model: str, classes: dict[str, tuple[type, str]], **limits: int) -> 
     written.write_text(json.dumps({**json.loads(written.read_text()), "quantization_config": FP8}))
     by_name: dict[str, GPUEngine] = {}
     with ExitStack() as stack:
-        for name, (layer_class, steps) in classes.items():
-            os.environ["DSV4ATTN_VLLM_PARTS"] = steps
+        for name, (layer_class, parts) in classes.items():
+            os.environ["DSV4ATTN_VLLM_PARTS"] = parts
             config = config_of(folder, enforce_eager=False, max_model_len=32768, **limits)
             stack.enter_context(set_current_vllm_config(config) if by_name else world(config, device=GPU))
             # a prompt of 8,192 tokens takes 7,000 pages, most of them for states of the compressors

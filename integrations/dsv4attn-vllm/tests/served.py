@@ -1,7 +1,7 @@
 """A process with vLLM's own engine in it: see `main`.
 
 vLLM's scheduler, cache manager with prefix caching, worker and model runner (version 2) for CPUs, sampler and model run
-as they are. A DeepSeek-V4 model runs its attention with all steps around it, and its hyper-connections, on dsv4attn.
+as they are. A DeepSeek-V4 model runs its attention with all parts around it, and its hyper-connections, on dsv4attn.
 
 Faked, next to the interpreter of conftest.py:
 - Five compiled ops that are not attention's are written in torch below (`OPS`), unless vLLM's `_C` is installed.

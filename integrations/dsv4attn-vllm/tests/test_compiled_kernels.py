@@ -21,17 +21,22 @@ from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, PARTS
 from tests.backends._triton.compiling.each_kernel import compile_each
 from triton import knobs
 from dsv4attn.integrations.engines import VLLM
+from dsv4attn.tools.cli.compile import bounds_of
 assert os.environ.get("TRITON_CACHE_DIR") or knobs.cache.dir == str(VLLM.kernel_folder())
 said, folder = {{}}, os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
 initialize_inductor_cache(tempfile.mkdtemp())
 assert os.environ["TRITON_CACHE_DIR"] == folder, "docs/engines.md says that vLLM keeps it"
 for target, name in (("sm_80", "triton"), ("sm_90", "sm90")):
-    backend, variants = load_backend(name, projection="fp8"), []
+    backend, variants, image = load_backend(name, projection="fp8"), [], []
     layout, index, limits = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.index_fp8(), Limits(64, 1024, 2**20)
-    for model, steps in (("flash", PARTS), ("deepseek-v4.1-flash", (COMPRESSOR, INDEXER))):
+    for model, parts in (("flash", PARTS), ("deepseek-v4.1-flash", (COMPRESSOR, INDEXER))):
         sizes = ModelGeometry.preset(model), limits, "cuda"
-        served = Serving(*sizes, backend, layout, layout, index, frozenset(steps))
-        variants += backend.kernel_variants(served.bounds(), DeviceFacts.named(target))
+        served = Serving(*sizes, backend, layout, layout, index, frozenset(parts))
+        device = DeviceFacts.named(target)
+        variants += backend.kernel_variants(served.bounds(), device)
+        # what `dsv4attn compile` puts into an image
+        image += backend.kernel_variants(bounds_of(ModelGeometry.preset(model), "e4m3fn"), device)
+    assert {{*variants}} <= {{*image}}
     said[target] = compile_each(variants, target)
 print()
 print(json.dumps(said))

@@ -1,4 +1,4 @@
-"""The compressor's steps on dsv4attn: caches bit for bit those of vLLM's own kernels, interpreted."""
+"""The compressor on dsv4attn: caches bit for bit those of vLLM's own kernels, interpreted."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_states_and_entries_are_vllms_byte_for_byte(
 @pytest.mark.parametrize("bug", ["window", "position", "state"])
 def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     """An entry of another request's window, one that is rotated at its last token, a score without its bias."""
-    steps = engine.layers[0]._serving.backend.layer_ops
-    store, save = steps.compress_norm_rope_store, steps.save_partial_states
+    ops = engine.layers[0]._serving.backend.layer_ops
+    store, save = ops.compress_norm_rope_store, ops.save_partial_states
 
     def wrong_store(
         states: StatePages, requests: Tensor, positions: Tensor, slots: Tensor, norm: EntryNorm, ratio: int, cache: Any,
@@ -155,13 +155,13 @@ def test_weights_that_are_loaded_again_are_used(engine: WholeEngine) -> None:
 def test_the_weight_of_the_norm_is_vllms_own(
     engine: WholeEngine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Not a copy; but steps that take no bf16 get one in fp32, of the weights as they are in that step.
+    """Not a copy; but ops that take no bf16 get one in fp32, of the weights as they are in that step.
 
     Sums of vLLM have another order, so a code may be the next one: of three entries at most two.
     """
-    steps = engine.layers[0]._serving.backend.layer_ops
+    ops = engine.layers[0]._serving.backend.layer_ops
     norm_weights: list[Tensor] = []
-    store, work = steps.compress_norm_rope_store, [(engine.request(127), 1)]
+    store, work = ops.compress_norm_rope_store, [(engine.request(127), 1)]
 
     def noted(*arguments: Any, **options: Any) -> None:
         norm_weights.append(arguments[4].weight)
@@ -191,11 +191,7 @@ def test_no_tokens_write_nothing(engine: WholeEngine) -> None:
 
 @pytest.mark.parametrize("measuring", [False, True], ids=["step", "without metadata"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scores_of_another_dtype_or_width_are_refused(
-    engine: WholeEngine,
-    dtype: torch.dtype,
-    measuring: bool,
-) -> None:
+def test_scores_of_another_dtype_or_width_are_refused(engine: WholeEngine, dtype: torch.dtype, measuring: bool) -> None:
     """In a step, and before it, while vLLM measures memory and passes no metadata."""
     layer = engine.layers[1]
     metadata = None if measuring else engine.describe([(engine.request(), 4)])

@@ -140,7 +140,7 @@ def test_blocks_of_equal_prefixes_are_those_of_any_request(steps: Steps) -> None
 
 
 @pytest.mark.parametrize(
-    ("steps", "v41", "microbatches", "stages", "why"),
+    ("parts", "v41", "microbatches", "stages", "why"),
     [
         ({"indexer"}, True, False, 1, "unset for DeepSeek-V4.1"),
         ({"compressor"}, False, False, 1, "DSV4ATTN_VLLM_PARTS=indexer,compressor"),
@@ -149,8 +149,8 @@ def test_blocks_of_equal_prefixes_are_those_of_any_request(steps: Steps) -> None
     ],
 )
 def test_what_cannot_be_recorded_is_refused(
-    steps: set[str], *, v41: bool, microbatches: bool, stages: int, why: str
+    parts: set[str], *, v41: bool, microbatches: bool, stages: int, why: str
 ) -> None:
     parallel = SimpleNamespace(use_ubatching=microbatches, pipeline_parallel_size=stages)
     with pytest.raises(RefusedError, match=f"DSV4ATTN_VLLM_ENTRIES: expected .*{why}"):
-        check_entries(SimpleNamespace(parallel_config=parallel), frozenset(steps), v41=v41)
+        check_entries(SimpleNamespace(parallel_config=parallel), frozenset(parts), v41=v41)

@@ -186,7 +186,7 @@ def test_vllms_kernels_are_compiled_ahead_only_where_they_run(
     assert set(registered) - {"_HC_PRENORM_GEMM_TILELANG_KERNEL"} == (
         set() if ours else {*KERNELS[1:], "_HC_HEAD_FUSED_TILELANG_KERNEL"}
     )
-    # kernels of attention are compiled ahead as before, unless dsv4attn has those steps too
+    # kernels of attention are compiled ahead as before, unless dsv4attn has those parts too
     assert warmup_flags == [True, False] * 4
     assert config.kernel_config.enable_jit_warmup
 
@@ -231,8 +231,8 @@ def test_layers_that_are_built_say_which_backend(backend: str, monkeypatch: pyte
     monkeypatch.setattr(hyper_connections, "_serving", [])
     with pytest.raises(RefusedError, match="mhc: expected a backend, got none -> build the layers of the model first"):
         hyper_connections.mhc_post(*[torch.zeros(1, 4, 4)] * 4)
-    for steps, count in (("indexer,compressor", 0), ("indexer,compressor,mhc", 1)):
-        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
+    for parts, count in (("indexer,compressor", 0), ("indexer,compressor,mhc", 1)):
+        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", parts)
         serving._serving.cache_clear()
         config = config_of()
         with world(config):

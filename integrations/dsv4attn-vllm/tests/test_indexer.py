@@ -1,4 +1,4 @@
-"""The indexer's steps on dsv4attn: against vLLM's own kernel of queries, its own builder, and scores in float64."""
+"""The indexer on dsv4attn: against vLLM's own kernel of queries, its own builder, and scores in float64."""
 
 from __future__ import annotations
 
@@ -187,9 +187,9 @@ def test_selected_are_the_entries_of_vllms_largest_scores(
 
 def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the token before, and a selection that sees one entry less."""
-    steps, requests = engine.layers[0]._serving.backend.layer_ops, [(70, 1), (60, 1)]
+    ops, requests = engine.layers[0]._serving.backend.layer_ops, [(70, 1), (60, 1)]
     work = [(engine.request(tokens), count) for tokens, count in requests]
-    select = steps.select_topk
+    select = ops.select_topk
 
     def mixed_up(query: Any, *rest: Any) -> None:
         select(dataclass_like(query, query.values.flip(0)), *rest)

@@ -23,7 +23,7 @@ from whole import WholeEngine, whole_engine
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import NoBackendError
 
-STEPS = "DSV4ATTN_VLLM_PARTS"
+PARTS = "DSV4ATTN_VLLM_PARTS"
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def on_hopper(monkeypatch: pytest.MonkeyPatch, model: Model, **variables: str) -> VllmConfig:
     """A configuration for a GPU of sm_90 that nothing has checked."""
     config = config_of_unchecked(monkeypatch) if model is V4 else model.config()
-    for name, value in {"DSV4ATTN_VLLM": "1", STEPS: "all", **variables}.items():
+    for name, value in {"DSV4ATTN_VLLM": "1", PARTS: "all", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TRITON_INTERPRET")
     object.__setattr__(config.device_config, "device_type", "cuda")
@@ -57,10 +57,10 @@ def test_all_steps_on_a_gpu_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     ("named", "missing"),
     [("auto", "mhc"), ("none", "indexer, compressor, mhc"), ("indexer,compressor", "mhc")],
 )
-def test_steps_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch, named: str, missing: str) -> None:
-    config = on_hopper(monkeypatch, V4, **{STEPS: named})
+def test_parts_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch, named: str, missing: str) -> None:
+    config = on_hopper(monkeypatch, V4, **{PARTS: named})
 
-    with pytest.raises(RefusedError, match=f"depend on the batch, got those of vLLM for {missing} -> set {STEPS}=all"):
+    with pytest.raises(RefusedError, match=f"depend on the batch, got those of vLLM for {missing} -> set {PARTS}=all"):
         arguments.resolve(config)
     monkeypatch.setenv(SWITCH, "0")
     arguments.resolve(config)
@@ -86,7 +86,7 @@ def test_experts_that_are_routed_by_the_number_of_tokens(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("named", ["auto", "all"])
 def test_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
-    monkeypatch.setenv(STEPS, named)
+    monkeypatch.setenv(PARTS, named)
 
     with pytest.raises(RefusedError, match=f"{SWITCH}: expected unset: other parts of vLLM's layers on this platform"):
         config_of()
@@ -105,8 +105,8 @@ def test_a_backend_that_is_not_deterministic_is_refused(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mode on this CPU, with layers of CUDA and all steps but hyper-connections, which these layers do not have."""
-    monkeypatch.setenv(STEPS, "indexer,compressor")
+    """The mode on this CPU, with layers of CUDA and all parts but hyper-connections, which these layers do not have."""
+    monkeypatch.setenv(PARTS, "indexer,compressor")
     monkeypatch.setattr(invariance, "PLATFORMS", ("cuda", "cpu"))
     monkeypatch.setattr(invariance, "_NEEDED", ("indexer", "compressor"))
 
@@ -198,13 +198,13 @@ def test_bits_of_what_compressors_get_do_not_depend_on_the_rows_of_a_product(
             assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("steps", ["none", "all"])
+@pytest.mark.parametrize("parts", ["none", "all"])
 def test_kernels_of_these_products_are_compiled_before_the_first_request(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: str
 ) -> None:
     """On a deterministic backend, whether compressors are vLLM's or not."""
     ask_for_deterministic(monkeypatch, tmp_path, "triton")
-    monkeypatch.setenv(STEPS, steps)
+    monkeypatch.setenv(PARTS, parts)
     served = serving.serving_of(config_of())
 
     names = {v.name for v in served.backend.kernel_variants(served.bounds(), DeviceFacts.named("h100"))}

@@ -278,7 +278,7 @@ def report_of(**changes: Any) -> dict[str, Any]:
         "experts": 256,
         "tokens": 64,
         "turns": 3,
-        "steps": "all",
+        "parts": "all",
         "linears": "auto",
         "max_num_batched_tokens": 8192,
         "memory_gib": 8.0,
@@ -310,7 +310,7 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
         "",
         (
             "**Flash's sizes, 3 layers** (1 swa, 2 c4a), 256 experts in each. NVIDIA H100, torch 2.11, Triton 3.6, "
-            "vLLM 0.33.0, 2026-11-27; steps `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of "
+            "vLLM 0.33.0, 2026-11-27; parts `all`, 64 tokens of each answer, at most 8,192 tokens in a step, 8 GiB of "
             "caches, tokens spread "
             "over experts evenly, medians of 3 turns. Start-up: 30.0 s with dsv4attn, 40.0 s with vLLM's own "
             "attention (ratio 0.750)."

@@ -165,16 +165,16 @@ def check_v41_on_rocm(engine: Engine, outs: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "steps", "requests"),
+    ("model", "parts", "requests"),
     [("V4", "auto", [(150, 1), (40, 1), (0, 20)]), ("V41", "all", [(40, 1), (20, 9)])],
 )
 def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(
-    tmp_path: Path, model: str, steps: str, requests: list[tuple[int, int]]
+    tmp_path: Path, model: str, parts: str, requests: list[tuple[int, int]]
 ) -> None:
     """Faked: what `run_on_rocm` says."""
     code = f"""
 import os
-os.environ["DSV4ATTN_VLLM_PARTS"] = {steps!r}
+os.environ["DSV4ATTN_VLLM_PARTS"] = {parts!r}
 import models, test_platforms
 test_platforms.check_rocm(models.{model}, {requests})
 """

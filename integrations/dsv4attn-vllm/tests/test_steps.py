@@ -19,7 +19,7 @@ from dsv4attn_vllm import metadata
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.metadata import Described
 from engine import PAGES, Engine, bytes_of, config_of, world
-from models import V4, V41, V41_WITH_STEPS, Model, engine_of
+from models import V4, V41, V41_WITH_PARTS, Model, engine_of
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
@@ -40,7 +40,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 on_v4 = pytest.mark.parametrize("engine", [(V4, "reference"), (V4, "triton")], ids=name_of, indirect=True)
 with_steps_too = pytest.mark.parametrize(
     "engine",
-    [(V4, "reference"), (V4, "triton"), (V41, "reference"), (V41_WITH_STEPS, "reference")],
+    [(V4, "reference"), (V4, "triton"), (V41, "reference"), (V41_WITH_PARTS, "reference")],
     ids=name_of,
     indirect=True,
 )
@@ -86,7 +86,7 @@ def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
     metadata = engine.describe(work)
 
     swa = metadata["model.layers.1.attn.swa_cache"].dsv4attn
-    assert isinstance(swa, ds.DeepseekSparseSWAMetadata)
+    assert isinstance(swa, ds.WindowMetadata)
     assert metadata["model.layers.1.attn"].dsv4attn.kind is ds.LayerKind.CSA
     assert metadata["model.layers.2.attn"].dsv4attn.kind is ds.LayerKind.HCA
     # nothing is copied: vLLM's kernels write these buffers
@@ -96,7 +96,7 @@ def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
 
 
 of_both_models = pytest.mark.parametrize(
-    "engine", [(V4, "reference"), (V41_WITH_STEPS, "reference")], ids=name_of, indirect=True
+    "engine", [(V4, "reference"), (V41_WITH_PARTS, "reference")], ids=name_of, indirect=True
 )
 
 WRITTEN = {
@@ -362,8 +362,8 @@ def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine,
     ("engine", "mask"),
     [
         ((V4, "reference"), "visible_entries"),
-        ((V41_WITH_STEPS, "reference"), "visible_entries_of_replayed"),
-        ((V41_WITH_STEPS, "reference"), "requests of tokens"),
+        ((V41_WITH_PARTS, "reference"), "visible_entries_of_replayed"),
+        ((V41_WITH_PARTS, "reference"), "requests of tokens"),
     ],
     ids=["V4", "V4.1", "requests"],
     indirect=["engine"],

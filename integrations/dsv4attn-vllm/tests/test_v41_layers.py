@@ -57,7 +57,7 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
 
 
 @pytest.fixture
-def with_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
+def with_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
     """An engine whose compressor and indexer are dsv4attn's; its layers are called without the indexer."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "indexer,compressor")
@@ -68,17 +68,17 @@ def with_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
 
 @pytest.mark.parametrize("padding", [{"pad": 2}, {"pad": 2, "pad_requests": 2}], ids=["tokens", "requests too"])
 def test_index_keys_are_described_for_each_token_and_padding_sees_none(
-    with_steps: V41Engine, padding: dict[str, int]
+    with_parts: V41Engine, padding: dict[str, int]
 ) -> None:
-    keys = with_steps.describe([(with_steps.request(), 1)], **padding)["model.layers.3.attn.indexer.k_cache"]
+    keys = with_parts.describe([(with_parts.request(), 1)], **padding)["model.layers.3.attn.indexer.k_cache"]
     assert keys.visible_lens.tolist() == [1, 0, 0]
 
 
-def test_a_step_of_requests_without_memory_writes_nothing(with_steps: V41Engine) -> None:
+def test_a_step_of_requests_without_memory_writes_nothing(with_parts: V41Engine) -> None:
     """What vLLM runs to warm up: tokens with slots of -1, of requests whose pages and rings are all block 0."""
-    request, names = with_steps.request(), with_steps.bound()
-    with_steps.describe([(request, 3)])
-    for number in range(len(with_steps.block_sizes)):
+    request, names = with_parts.request(), with_parts.bound()
+    with_parts.describe([(request, 3)])
+    for number in range(len(with_parts.block_sizes)):
         request.blocks[number] = [0] * len(request.blocks[number])
     old_bytes = {name: bytes_of(cache) for name, cache in names.items()}
     build = engines.build_attn_metadata
@@ -89,7 +89,7 @@ def test_a_step_of_requests_without_memory_writes_nothing(with_steps: V41Engine)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "build_attn_metadata", without_slots)
-        with_steps.step([(request, 3)])
+        with_parts.step([(request, 3)])
 
     assert [name for name, cache in names.items() if not torch.equal(bytes_of(cache), old_bytes[name])] == []
 

@@ -1,6 +1,6 @@
 """DeepSeek-V4.1's own records on GPUs for which vLLM widens them: `--kv-cache-dtype nvfp4_ds_mla`; see v41.py.
 
-Faked: that GPU's family. On a CPU the steps that are dsv4attn's by default are those of sm_90 with DeepGEMM: none.
+Faked: that GPU's family. On a CPU the parts that are dsv4attn's by default are those of sm_90 with DeepGEMM: none.
 """
 
 from __future__ import annotations
@@ -149,25 +149,25 @@ def specs_of(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def whole_engine(steps: str, sizes: dict[str, Any] | None = None, drafts: int = 0) -> Iterator[WholeV41Engine]:
-    """An engine with these steps on dsv4attn."""
+def whole_engine(parts: str, sizes: dict[str, Any] | None = None, drafts: int = 0) -> Iterator[WholeV41Engine]:
+    """An engine with these parts on dsv4attn."""
     blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
     options = {"kv_cache_dtype": FP4_CACHE, "candidate_block_buffer": blocks}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DSV4ATTN_VLLM_PARTS", steps)
+        patch.setenv("DSV4ATTN_VLLM_PARTS", parts)
         with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as engine:
             yield engine
 
 
 @since_0_33
 @pytest.mark.parametrize("backend", ["reference", "triton"], indirect=True)
-@pytest.mark.parametrize("steps", [ALL, NONE])
+@pytest.mark.parametrize("parts", [ALL, NONE])
 @pytest.mark.usefixtures("hopper")
-def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, steps: str) -> None:
+def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, parts: str) -> None:
     """Also with vLLM's compressor and indexer, where dsv4attn stores the entries."""
-    with whole_engine(steps, CANDIDATES if steps == ALL else None) as engine:
-        assert type(engine.layers[1].compressor) is (V41Compressor if steps == ALL else V41Insert)
-        for layer, of_vllm, of_dsv4attn in both(engine, LONG if steps == ALL else STEPS):
+    with whole_engine(parts, CANDIDATES if parts == ALL else None) as engine:
+        assert type(engine.layers[1].compressor) is (V41Compressor if parts == ALL else V41Insert)
+        for layer, of_vllm, of_dsv4attn in both(engine, LONG if parts == ALL else STEPS):
             assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
             assert of_vllm.float().std() > 1e-3
         caches = engine.bound()
@@ -198,18 +198,18 @@ def test_attention_is_that_of_the_oracle(backend: str) -> None:
 def test_caches_are_those_of_all_steps_on_dsv4attn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, entries, index keys: next to vLLM's compressor and indexer the same bytes."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    of_steps = {}
-    for steps in (ALL, NONE):
+    of_parts = {}
+    for parts in (ALL, NONE):
         serving._serving.cache_clear()
         torch.manual_seed(0)
-        with whole_engine(steps) as engine:
+        with whole_engine(parts) as engine:
             first, second = engine.request(), engine.request()
             for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
                 engine.step(work)
-            of_steps[steps] = {name: bytes_of(c) for name, c in engine.bound().items() if c.dtype == torch.uint8}
+            of_parts[parts] = {name: bytes_of(c) for name, c in engine.bound().items() if c.dtype == torch.uint8}
 
-    assert len({cache.shape[-1] for cache in of_steps[ALL].values()}) == 3
-    assert [name for name, cache in of_steps[ALL].items() if not torch.equal(cache, of_steps[NONE][name])] == []
+    assert len({cache.shape[-1] for cache in of_parts[ALL].values()}) == 3
+    assert [name for name, cache in of_parts[ALL].items() if not torch.equal(cache, of_parts[NONE][name])] == []
 
 
 @since_0_33
@@ -255,7 +255,7 @@ def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.Monke
         check_rejected_drafts(engine, [(0, 15), (15, 6), (16, 6), (21, 6), (22, 1), (23, 2)])
 
 
-# ---------------------------------------------------------------- which steps
+# ---------------------------------------------------------------- which parts
 
 
 @since_0_33

@@ -22,17 +22,13 @@ from whole import both, check_rejected_drafts
 
 from dsv4attn.core.contract.device import DeviceFacts
 
-CANDIDATES = {
-    "candidate_source_layer_id": 3,
-    "candidate_topk_blocks": 5,
-    "candidate_block_size": 8,
-}
+CANDIDATES = {"candidate_source_layer_id": 3, "candidate_topk_blocks": 5, "candidate_block_size": 8}
 STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
 """Chunks of a prompt of more tokens than entries are selected, or than candidate blocks hold; then decodes."""
 
 
 @pytest.fixture(autouse=True)
-def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def _all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "all")
 
 
@@ -40,7 +36,7 @@ def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole_engine(
     sizes: dict[str, Any] | None = None, drafts: int = 0, kv_cache_dtype: str = "auto"
 ) -> Iterator[WholeV41Engine]:
-    """An engine with all steps on dsv4attn. drafts: tokens that are verified at once."""
+    """An engine with all parts on dsv4attn. drafts: tokens that are verified at once."""
     blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
     options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
     with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as engine:
@@ -140,8 +136,8 @@ def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: d
 def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
     results, classes = [], []
-    for steps in ("all", "none"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
+    for parts in ("all", "none"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", parts)
         serving._serving.cache_clear()
         torch.manual_seed(0)
         with whole_engine() as engine:
@@ -160,10 +156,7 @@ def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monke
 
 
 @pytest.mark.parametrize("measuring", [False, True], ids=["step", "without metadata"])
-def test_scores_of_another_dtype_or_width_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    measuring: bool,
-) -> None:
+def test_scores_of_another_dtype_or_width_are_refused(monkeypatch: pytest.MonkeyPatch, measuring: bool) -> None:
     """In a step, and before it, while vLLM measures memory and passes no metadata; right ones are then ignored."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine() as engine:

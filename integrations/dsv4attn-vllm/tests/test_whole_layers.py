@@ -24,11 +24,7 @@ from whole import OwnLayers, WholeEngine, both, products_in_fp64, use_backend, w
 
 from dsv4attn.core.model.quantized_weight import dense_weight
 
-CASES = {
-    "decode": [(45, 1), (38, 1)],
-    "prefill": [(0, 40)],
-    "mixed": [(127, 1), (45, 1), (33, 20)],
-}
+CASES = {"decode": [(45, 1), (38, 1)], "prefill": [(0, 40)], "mixed": [(127, 1), (45, 1), (33, 20)]}
 
 
 @pytest.fixture(params=["cuda-reference", "cuda-triton", "cpu-reference"])
@@ -218,12 +214,12 @@ def blocks_of_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-@pytest.mark.parametrize("steps", ["auto", "none"])
-def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
+@pytest.mark.parametrize("parts", ["auto", "none"])
+def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.MonkeyPatch, parts: str) -> None:
     from dsv4attn_vllm import serving
 
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
-    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", parts)
     serving._serving.cache_clear()
     with whole_engine(CUDAAttention) as engine:
         layer = engine.layers[0]
@@ -240,20 +236,20 @@ def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.Mon
         z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wide.view(2, 64, 1024)).flatten(1)
         expected = (z @ layer.wo_b.weight.double().T).numpy()
         error = np.linalg.norm(y.double().numpy() - expected) / np.linalg.norm(expected)
-        assert ("projection" in layer._serving.parts) is (steps == "auto")
+        assert ("projection" in layer._serving.parts) is (parts == "auto")
         # outputs of attention have 3 bits after the point in fp8, and 7 in bf16
-        assert (0.01 < error < 0.05) if steps == "auto" else error < 0.01
+        assert (0.01 < error < 0.05) if parts == "auto" else error < 0.01
 
 
-@pytest.mark.parametrize("steps", ["auto", "none"])
+@pytest.mark.parametrize("parts", ["auto", "none"])
 def test_weights_that_are_loaded_again_are_read_where_graphs_read_them(
-    monkeypatch: pytest.MonkeyPatch, steps: str
+    monkeypatch: pytest.MonkeyPatch, parts: str
 ) -> None:
     """VLLM copies new weights into the old parameters' `.data`, which torch does not count, and processes them."""
     from dsv4attn_vllm import serving
 
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
-    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
+    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", parts)
     serving._serving.cache_clear()
     with whole_engine(CUDAAttention) as engine:
         layer, other = engine.layers[:2]
@@ -268,7 +264,7 @@ def test_weights_that_are_loaded_again_are_read_where_graphs_read_them(
         for one_layer in (layer, other):
             one_layer.process_weights_after_loading(torch.bfloat16)
         o, positions = torch.randn(5, 4, 512).bfloat16(), torch.zeros(5, dtype=torch.int64)
-        old_output, address = layer._o_proj(o, positions), steps == "none" and dense_weight(wo_a).data_ptr()
+        old_output, address = layer._o_proj(o, positions), parts == "none" and dense_weight(wo_a).data_ptr()
         for new, parameter in zip(both[1], (wo_a.weight, wo_a.weight_scale_inv), strict=True):
             parameter.data.copy_(new)
 
@@ -277,7 +273,7 @@ def test_weights_that_are_loaded_again_are_read_where_graphs_read_them(
         after = layer._o_proj(o, positions)
         assert not torch.equal(old_output, after)
         assert torch.equal(after, other._o_proj(o, positions))
-        assert (steps == "none" and dense_weight(wo_a).data_ptr()) == address
+        assert (parts == "none" and dense_weight(wo_a).data_ptr()) == address
 
 
 def test_outputs_do_not_depend_on_whose_compressor_runs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +281,8 @@ def test_outputs_do_not_depend_on_whose_compressor_runs(backend: str, monkeypatc
     from dsv4attn_vllm import serving
 
     outs, classes = [], []
-    for steps in ("indexer,compressor", "indexer"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", steps)
+    for parts in ("indexer,compressor", "indexer"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", parts)
         serving._serving.cache_clear()
         torch.manual_seed(0)
         with whole_engine(CUDAAttention) as engine:

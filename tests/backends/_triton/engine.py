@@ -26,7 +26,7 @@ from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.forward_context import set_forward_context
-from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing.kit.factories import tiny_geometry
@@ -203,7 +203,7 @@ class Engine:
 
     def metadata(
         self, batch: Batch, *, full_width: bool = False
-    ) -> dict[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None]:
+    ) -> dict[str, WindowMetadata | CompressedMetadata | None]:
         """Metadata of the layers of the step."""
         swa = self.builder.build(batch)
         part = None

@@ -18,8 +18,8 @@ from dsv4attn.backends._triton.index_ops import dense as kernels
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.metadata import (
-    DeepseekV4ROCMAiterMLASparseMetadata,
-    DeepseekV4ROCMAiterSparseSWAMetadata,
+    RaggedCompressedMetadata,
+    RaggedWindowMetadata,
 )
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.selected_keys import RaggedIndices, RequestRows
@@ -29,7 +29,7 @@ from dsv4attn.core.contract.index_ops import IndexOp, IndexOps, index_op
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.kit.factories import tiny_geometry
@@ -101,10 +101,10 @@ def leading(indices: Tensor | None, lens: Tensor | None) -> list[list[int]]:
     return [row[: min(max(n, 0), len(row))] for row, n in zip(indices[:, 0].tolist(), lens.tolist(), strict=True)]
 
 
-def extended(metadata: Any) -> tuple[DeepseekV4ROCMAiterSparseSWAMetadata, DeepseekV4ROCMAiterMLASparseMetadata]:
+def extended(metadata: Any) -> tuple[RaggedWindowMetadata, RaggedCompressedMetadata]:
     """Both parts, in the backend's own classes."""
-    assert isinstance(metadata.swa, DeepseekV4ROCMAiterSparseSWAMetadata)
-    assert isinstance(metadata.compressed, DeepseekV4ROCMAiterMLASparseMetadata)
+    assert isinstance(metadata.swa, RaggedWindowMetadata)
+    assert isinstance(metadata.compressed, RaggedCompressedMetadata)
     return metadata.swa, metadata.compressed
 
 
@@ -157,8 +157,8 @@ def test_a_class_is_the_shared_one_and_more() -> None:
     swa, compressed = extended(metadata)
     plain = builder(builder_ops=BuilderOps()).build_for(batch_of([(30, 1), (9, 2), (0, 20)], Random(0)), [C128A])[C128A]
 
-    assert isinstance(swa, DeepseekSparseSWAMetadata)
-    assert isinstance(compressed, FlashMLASparseMetadata)
+    assert isinstance(swa, WindowMetadata)
+    assert isinstance(compressed, CompressedMetadata)
     for mine, shared in ((swa, plain.swa), (compressed, plain.compressed)):
         assert shared is not None
         for f in attrs.fields(type(shared)):
@@ -377,8 +377,8 @@ def test_a_pair_has_the_metadata_of_the_backend_that_decodes() -> None:
     other = builder(PhasedBackend(GenericBackend(), RocmBackend())).build_for(batch, [C128A])[C128A]
 
     assert len(rows_of(extended(metadata)[0].decode_swa_ragged)) == 1
-    assert type(other.swa) is DeepseekSparseSWAMetadata
-    assert type(other.compressed) is FlashMLASparseMetadata
+    assert type(other.swa) is WindowMetadata
+    assert type(other.compressed) is CompressedMetadata
 
 
 @all_kinds

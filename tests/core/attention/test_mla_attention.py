@@ -16,7 +16,7 @@ from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.memory.workspace import WorkspaceManager, use_workspace
 from dsv4attn.core.metadata.forward_context import get_forward_context, set_forward_context
-from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, NoForwardContextError
 from tests.harness import LAYOUT, LIMITS, bound_layer
@@ -51,7 +51,7 @@ def test_the_bound_layer_computes_what_the_plain_function_computes(kind: LayerKi
     out = case.run()
     layer, q, expected = case.layer, case.q.clone(), torch.empty_like(case.q)
     swa = case.metadata[layer.swa_prefix]
-    assert isinstance(swa, DeepseekSparseSWAMetadata)
+    assert isinstance(swa, WindowMetadata)
     assert layer.caches is not None
     layer.backend.qnorm_rope_kv_insert(
         q, case.kv, layer.caches.swa, swa.slot_mapping, case.positions, layer.cos_sin_cache, 1e-6
@@ -175,8 +175,8 @@ def test_a_layer_takes_what_the_builder_returned_for_its_kind(kind: LayerKind) -
     case = bound_layer(kind)
     expected = case.run()
     swa, part = case.metadata[case.layer.swa_prefix], case.metadata.get(case.layer.prefix)
-    assert isinstance(swa, DeepseekSparseSWAMetadata)
-    assert part is None or isinstance(part, FlashMLASparseMetadata)
+    assert isinstance(swa, WindowMetadata)
+    assert part is None or isinstance(part, CompressedMetadata)
     q, out, other = case.q.clone(), torch.empty_like(case.q), LayerKind.SWA if part else LayerKind.CSA
     with set_forward_context({kind: AttentionMetadata(swa, part)}):
         case.layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)
@@ -193,7 +193,7 @@ def test_a_layer_takes_what_the_builder_returned_for_its_kind(kind: LayerKind) -
 def test_metadata_of_one_kind_without_its_mapping_are_refused_with_the_cure() -> None:
     case = bound_layer(LayerKind.SWA)
     swa = case.metadata[case.layer.swa_prefix]
-    assert isinstance(swa, DeepseekSparseSWAMetadata)
+    assert isinstance(swa, WindowMetadata)
     with (
         pytest.raises(ArgumentError, match=r"attn_metadata: expected a mapping .* got AttentionMetadata -> .*_for"),
         set_forward_context(AttentionMetadata(swa)),  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_g2_binding_a_cache_of_another_layout_raises() -> None:
 def test_a_slot_outside_the_cache_is_an_error_before_any_write() -> None:
     case = bound_layer(LayerKind.SWA)
     swa = case.metadata[case.layer.swa_prefix]
-    assert isinstance(swa, DeepseekSparseSWAMetadata)
+    assert isinstance(swa, WindowMetadata)
     swa.slot_mapping[3] = 32
     q = case.q.clone()
     assert case.layer.caches is not None

@@ -14,7 +14,7 @@ from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, WorkspaceError
 from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
@@ -159,8 +159,8 @@ def test_tensors_of_a_phase_with_requests_may_not(name: str) -> None:
 def test_tables_of_c128a_layers_may_be_none_only_without_tokens(name: str) -> None:
     problem = scene_of(LayerKind.HCA).problem(REFERENCE_FORMS["paged-dense"])
     swa, compressed = problem.metadata.swa, problem.metadata.compressed
-    assert isinstance(swa, DeepseekSparseSWAMetadata)
-    assert isinstance(compressed, FlashMLASparseMetadata)
+    assert isinstance(swa, WindowMetadata)
+    assert isinstance(compressed, CompressedMetadata)
     without = AttentionMetadata(swa, changed(compressed, name))
     with pytest.raises(ArgumentError, match=rf"metadata.compressed.{name}: expected rows for \d+ tokens, got None"):
         evolve(problem, metadata=without).run(REFERENCE_FORMS["paged-dense"])

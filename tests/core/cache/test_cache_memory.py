@@ -162,6 +162,15 @@ def test_a_storage_that_was_released_is_refused_until_it_has_memory_again(backen
     assert has_one_memory(backend, cache)
 
 
+def test_views_are_of_the_storage_that_the_tensor_has_even_at_one_address() -> None:
+    cache = PagedKVCache.allocate(LAYOUTS["fp8"], 4, 4)
+    first = cache.region("nope").untyped_storage()
+    again = torch.from_numpy(torch.empty(0, dtype=torch.uint8).set_(first).numpy())
+    cache.tensor.data = again.as_strided(cache.tensor.shape, cache.tensor.stride())
+    assert cache.region("nope").untyped_storage() is cache.tensor.untyped_storage()
+    assert first is not cache.tensor.untyped_storage()
+
+
 def test_memory_of_a_cache_is_free_once_its_tensor_has_other_memory() -> None:
     """Also after steps: caches, layers and what these have prepared keep views of none."""
     whole = LayerStack(load_backend("reference"))

@@ -140,11 +140,11 @@ def test_a_selection_holds_no_more_than_the_plan_says(tokens: int, topk: int, mo
     out = torch.full((tokens, topk), -1, dtype=torch.int32)
     table, token_to_req = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     token_map = TokenMap(table, token_to_req, torch.full((tokens,), entries, dtype=torch.int32))
-    layer, steps = attrs.evolve(C4A, topk=topk), ReferenceBackend()
+    layer, backend = attrs.evolve(C4A, topk=topk), ReferenceBackend()
     ops = attrs.evolve(LayerOps(), select_topk=_first_entries)
     with Meter() as meter:
         select_topk_over_ranks(context, ops, PLAIN, query, cache, token_map, out, 2 * entries)
-    plan = plan_workspace(layer, Limits(4, tokens, 16384), steps, FP32, layer_steps=True, ranks=2)
+    plan = plan_workspace(layer, Limits(4, tokens, 16384), backend, FP32, layer_parts=True, ranks=2)
     selection_bytes = rank_buffers.selection_transient_bytes(2, layer, tokens)
 
     assert meter.peak <= TILE_BYTES * 2 + selection_bytes <= plan.transient_bytes

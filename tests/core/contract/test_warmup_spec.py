@@ -55,8 +55,8 @@ def test_an_option_that_is_none_means_with_and_without() -> None:
 
 def test_all_parts_of_the_layer_or_some_run_on_the_backend() -> None:
     assert WarmupSpec.of(FLASH, LIMITS).model is None
-    assert WarmupSpec.of(FLASH, LIMITS, layer_steps=True).parts == LAYER_PARTS
-    assert WarmupSpec.of(FLASH, LIMITS, layer_steps=True, parts=("indexer",)).parts == ("indexer",)
+    assert WarmupSpec.of(FLASH, LIMITS, layer_parts=True).parts == LAYER_PARTS
+    assert WarmupSpec.of(FLASH, LIMITS, layer_parts=True, parts=("indexer",)).parts == ("indexer",)
     with pytest.raises(ValueError, match="'parts' must be in"):
         WarmupSpec.of(FLASH, LIMITS, parts=("mhc",))
 

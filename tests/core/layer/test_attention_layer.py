@@ -172,7 +172,7 @@ def test_a_warm_up_reserves_the_plan_and_later_steps_fit_it() -> None:
 def test_the_plan_of_a_whole_layer_counts_its_steps() -> None:
     backend, layer = load_backend("triton"), SMALL.layer(1)
 
-    plans = [plan_workspace(layer, LIMITS, backend, FP8, layer_steps=whole) for whole in (False, True)]
+    plans = [plan_workspace(layer, LIMITS, backend, FP8, layer_parts=whole) for whole in (False, True)]
 
     assert plans[0].transient_bytes == 0
     assert plans[1].transient_bytes == backend.layer_ops.transient_bytes(64) > 0

@@ -134,7 +134,7 @@ def test_rows_that_are_not_those_of_the_source_are_refused() -> None:
     ):
         with pytest.raises(ArgumentError, match=said):
             SourceRows(swa, wrong)
-    with pytest.raises(ArgumentError, match=r"^source: expected a DeepseekSparseSWAMetadata"):
+    with pytest.raises(ArgumentError, match=r"^source: expected a WindowMetadata"):
         SourceRows(full, rows)
     for part in last.values():
         part.source_rows = SourceRows(swa, rows[:5])

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder, split_decodes_and_prefills
-from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import Batch, CompressedMetadata, WindowMetadata
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from tests.harness import BUILDER_OPS, C4A, C128A, I32, SMALL, SWA, all_builder_ops, batch_of
 
 I64 = torch.int64
-Metadata = DeepseekSparseSWAMetadata | FlashMLASparseMetadata
+Metadata = WindowMetadata | CompressedMetadata
 LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=64, max_model_len=256, num_speculative_tokens=1)
 
 
@@ -62,7 +62,7 @@ def test_a_good_batch_is_built_for_all_kinds(builder_ops: str) -> None:
     assert (swa.max_query_len, swa.max_seq_len, swa.num_actual_tokens) == (9, 40, 12)
     assert swa.decode_swa_lens.tolist() == [8, 4, 5]
     assert metadata[SWA].compressed is None
-    assert isinstance(metadata[C4A].compressed, FlashMLASparseMetadata)
+    assert isinstance(metadata[C4A].compressed, CompressedMetadata)
 
 
 @all_builder_ops
@@ -140,11 +140,11 @@ def elsewhere(x: Tensor) -> Tensor:
     return x.to("meta")
 
 
-@pytest.mark.parametrize("part", [DeepseekSparseSWAMetadata, FlashMLASparseMetadata])
+@pytest.mark.parametrize("part", [WindowMetadata, CompressedMetadata])
 @pytest.mark.parametrize("spoil", [wrong_dtype, wrong_rank, elsewhere])
 def test_metadata_checks_dtype_rank_and_device_of_every_tensor(part: type, spoil: Callable[[Tensor], Tensor]) -> None:
     metadata = builder().build_for(batch_of([1, 2, 9], [40, 5, 9]), [C128A])[C128A]
-    good = metadata.swa if part is DeepseekSparseSWAMetadata else metadata.compressed
+    good = metadata.swa if part is WindowMetadata else metadata.compressed
     assert good is not None
     names = fields_of(good)
 
@@ -164,7 +164,7 @@ COUNTS = ["num_prefills", "num_decode_tokens", "num_prefill_tokens", "window_siz
 @pytest.mark.parametrize("name", COUNTS)
 def test_window_metadata_ties_its_shapes_to_its_counts(name: str) -> None:
     good = builder().build(batch_of([1, 2, 9], [40, 5, 9]))
-    with pytest.raises(ArgumentError, match=r"^DeepseekSparseSWAMetadata\.\w+: expected (\[|at least the 9 columns)"):
+    with pytest.raises(ArgumentError, match=r"^WindowMetadata\.\w+: expected (\[|at least the 9 columns)"):
         attrs.evolve(good, **{name: getattr(good, name) + 1})
 
 

@@ -14,7 +14,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.selected_keys import DenseIndices, RequestRows
 from dsv4attn.core.contract.backend import AttentionCall, EntryIndices, Phase, Run
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.request_rows import check_request_rows
 from dsv4attn.errors import ArgumentError
@@ -192,4 +192,4 @@ def test_fields_of_metadata_that_an_engine_fills_itself_have_defaults() -> None:
     swa: Any = builder(LIMITS).build(batch_of([3], [40]))
     known = {f.name: getattr(swa, f.name) for f in fields(type(swa)) if f.name != "decode_requests"}
 
-    assert DeepseekSparseSWAMetadata(**known).decode_requests is None
+    assert WindowMetadata(**known).decode_requests is None

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4attn.core.cache.selected_keys import ChunkTokens
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, FlashMLASparseMetadata
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, CompressedMetadata
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.core.torch_ops.selection import select_all
@@ -36,7 +36,7 @@ def built(scenario: StepFixture, builder_ops: str = "torch") -> AttentionMetadat
     return builder.build_for(scenario.batch(), [scenario.kind])[scenario.kind]
 
 
-def compressed_of(metadata: AttentionMetadata) -> FlashMLASparseMetadata:
+def compressed_of(metadata: AttentionMetadata) -> CompressedMetadata:
     assert metadata.compressed is not None
     return metadata.compressed
 

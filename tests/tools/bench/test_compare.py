@@ -11,7 +11,7 @@ from attrs import evolve
 
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.compare import compare
-from dsv4attn.tools.bench.result import SCHEMA, load, peer_versions
+from dsv4attn.tools.bench.result import SCHEMA, Run, load, peer_versions
 from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow
 from dsv4attn.tools.bench.scaling import SERIES, Cliff, cliffs, scaling_cases
 from tests.tools.bench.sample_runs import HERE, row, run
@@ -81,6 +81,20 @@ def test_across_machines_nothing_is_a_regression() -> None:
     assert not values.comparable
     assert values.of("slower")
     assert values.ok
+
+
+def test_whole_layers_and_the_host_are_compared() -> None:
+    def measured(layer: float, host: float) -> Run:
+        whole = {"by": "ours", "case": "layer swa", "layer": "swa", "plain_s": layer, "deterministic_s": None}
+        return run([], layers=(whole,), host=({"by": "ours", "layer": "swa", "plain_us": host, "plain_percent": 9.0},))
+
+    slower = compare(measured(1e-4, 20), measured(1.1e-4, 41)).of("slower")
+    assert [(change.case, change.by) for change in slower] == [
+        ("host swa, plain", "ours"),
+        ("layer swa, plain", "ours"),
+    ]
+    assert len(compare(measured(1e-4, 20), measured(1.04e-4, 39)).of("same")) == 2
+    assert len(compare(measured(1e-4, 20), measured(0.9e-4, 9)).of("faster")) == 2
 
 
 def test_speed_is_a_geometric_mean() -> None:

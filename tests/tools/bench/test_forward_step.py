@@ -102,7 +102,7 @@ def test_shares_of_the_host_follow_from_the_fastest_tenth() -> None:
 
     np.testing.assert_allclose([values.percent("plain"), values.percent("bound"), values.us("idle")], [3.0, 20.0, 10.0])
     assert values.as_json()["bound_us"] == values.us("bound")
-    assert "10 us through one whose steps do nothing" in str(values)
+    assert "10 us through one whose ops do nothing" in str(values)
 
 
 def test_the_host_is_measured_on_every_kind_of_layer() -> None:

@@ -112,7 +112,7 @@ def test_who_runs_the_parts_around_attention_is_in_the_answer(machine: Machine) 
     for layer, parts in (("swa", []), ("c128a", ["compressor"]), ("c4a", ["compressor", "indexer", "selection"])):
         _, values = machine.json("explain", "--layer", layer, "--deterministic")
 
-        assert values["layer_steps"] == dict.fromkeys([*parts, "hyper_connections"], "reference")
+        assert values["layer_parts"] == dict.fromkeys([*parts, "hyper_connections"], "reference")
 
 
 def test_a_backend_can_be_asked_for(machine: Machine) -> None:
@@ -302,7 +302,7 @@ def test_v41_layers_are_asked_about_by_ratio_and_records(
     assert f"kv={window}{entries}  q=bfloat16  no q norm" in values["problem"]
     assert [c["name"] for c in values["candidates"] if c["state"] == "chosen"] == [values["chosen"]]
     parts = ["compressor", "indexer", "selection", "candidates"] if ratio else []
-    assert values["layer_steps"] == dict.fromkeys([*parts, "hyper_connections"], values["chosen"])
+    assert values["layer_parts"] == dict.fromkeys([*parts, "hyper_connections"], values["chosen"])
 
 
 def test_explain_says_which_kernel_reads_records_of_four_bits(machine: Machine) -> None:

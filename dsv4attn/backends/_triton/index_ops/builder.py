@@ -1,8 +1,8 @@
 """Index arithmetic of the metadata builder, once a step: the launcher of `kernels_builder`.
 
-`MetadataBuilder` takes BUILDER_OPS as `steps`. `torch_ops.index_ops` is the definition of every function here, and
-the integers are equal. A step of all layer kinds takes eight launches, and one more for each kind that has entries, and
-for its states, where requests have a prefix hit.
+BUILDER_OPS is the `builder_ops` of `MetadataBuilder`. `torch_ops.index_ops` is the definition of every function here,
+and the integers are equal. A step of all layer kinds takes eight launches, and one more for each kind that has entries,
+and for its states, where requests have a prefix hit.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Steps of the layer around attention: compressor, indexer, selection, hyper-connections."""
+"""Parts of the layer around attention: compressor, indexer, selection, hyper-connections."""

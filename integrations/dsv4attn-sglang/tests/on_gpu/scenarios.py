@@ -59,7 +59,7 @@ class Scenario:
     """One engine, and what it serves.
 
     name: of the test. rounds: requests. options: of SGLang's `Engine`. environment: variables. checkpoint: the folder's
-    name. backend, steps: the variables of dsv4attn.
+    name. backend, parts: the variables of dsv4attn.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Scenario:
     environment: Mapping[str, str] = field(factory=dict)
     checkpoint: str = "plain"
     backend: str = ""
-    steps: str = "all"
+    parts: str = "all"
 
     def __str__(self) -> str:
         return self.name
@@ -83,7 +83,7 @@ class Scenario:
         """The input of worker.py. folder: of the checkpoint. by_sglang: serve with SGLang's own attention."""
         environment = {**self.environment, "DSV4ATTN_SGLANG": "0" if by_sglang else "1"}
         if not by_sglang:
-            environment["DSV4ATTN_SGLANG_PARTS"] = self.steps
+            environment["DSV4ATTN_SGLANG_PARTS"] = self.parts
             if self.backend:
                 environment["DSV4ATTN_BACKEND"] = self.backend
         return {
@@ -135,9 +135,9 @@ SCENARIOS = [
     Scenario("mtp-3-accepted", (FIRST,), MTP_3, GRAPHS, _accepting(2.5), "mtp"),
     Scenario("eager-triton", backend="triton"),
     Scenario("graphs-triton", graphs=GRAPHS, backend="triton"),
-    Scenario("steps-none", graphs=GRAPHS, steps="none"),
-    Scenario("steps-indexer", graphs=GRAPHS, steps="indexer"),
-    Scenario("steps-gather", graphs=GRAPHS, steps="gather"),
+    Scenario("parts-none", graphs=GRAPHS, parts="none"),
+    Scenario("parts-indexer", graphs=GRAPHS, parts="indexer"),
+    Scenario("parts-gather", graphs=GRAPHS, parts="gather"),
     Scenario("8-requests", (MIXED_8,), LONG, GRAPHS),
     Scenario(
         "64-requests", (MIXED_64,), LONG | {"max_running_requests": 64}, GRAPHS | {"cuda_graph_bs_decode": [8, 64]}
@@ -151,14 +151,14 @@ SCENARIOS = [
     Scenario("dspark", options=DSPARK, graphs=GRAPHS, checkpoint="dspark"),
     Scenario("dspark-accepted", (FIRST,), DSPARK, GRAPHS, _accepting(3.0), "dspark"),
 ]
-"""On one GPU, with attention and the steps indexer and gather on dsv4attn, unless a name says otherwise."""
+"""On one GPU, with attention and the parts indexer and gather on dsv4attn, unless a name says otherwise."""
 
 V41 = {"enable_decoder_swa_bounded_replay": False}
 """All layers run on all tokens of a prompt. SGLang reads the configuration of DeepSeek-V4.1 as it is."""
 V41_SCENARIOS = [
-    Scenario("v41-eager", options=V41, checkpoint="v41", steps="auto"),
-    Scenario("v41-graphs", options=V41, graphs=GRAPHS, checkpoint="v41", steps="auto"),
-    Scenario("v41-own-records", (FIRST,), V41, GRAPHS, {"SGLANG_DSV4_KV_LAYOUT": "v41_new"}, "v41", steps="auto"),
+    Scenario("v41-eager", options=V41, checkpoint="v41", parts="auto"),
+    Scenario("v41-graphs", options=V41, graphs=GRAPHS, checkpoint="v41", parts="auto"),
+    Scenario("v41-own-records", (FIRST,), V41, GRAPHS, {"SGLANG_DSV4_KV_LAYOUT": "v41_new"}, "v41", parts="auto"),
 ]
 """DeepSeek-V4.1 on one GPU of sm_90, with SGLang's compressor and indexer, which is in torch there. Never run."""
 

@@ -25,7 +25,7 @@ RMS, GAP = 0.05, 0.1
 """Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. SGLang computes in bf16."""
 TIMEOUT = 240
 
-BY_SGLANG_TOO = [s for s in SCENARIOS if not (s.backend or s.steps != "all")]
+BY_SGLANG_TOO = [s for s in SCENARIOS if not (s.backend or s.parts != "all")]
 """What SGLang's own attention can serve."""
 
 

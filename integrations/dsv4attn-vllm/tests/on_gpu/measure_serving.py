@@ -399,10 +399,10 @@ class Engine:
     """
 
     def __init__(
-        self, plugin: str, options: dict[str, Any], folder: Path, steps: str, environment: Mapping[str, str]
+        self, plugin: str, options: dict[str, Any], folder: Path, parts: str, environment: Mapping[str, str]
     ) -> None:
         common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": steps}
+        chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": parts}
         common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
         common |= {"DG_JIT_CACHE_DIR": str(folder / "deep-gemm"), **environment}
         self.ready_s, self.context = math.nan, dict[str, str]()
@@ -548,7 +548,7 @@ def case_of(text: str) -> tuple[int, int]:
 )
 @click.option("--tokens", default=64, show_default=True, help="that each request generates")
 @click.option("--turns", default=3, show_default=True, help="of each engine, after one that is not counted")
-@click.option("--steps", default="all", show_default=True, help="DSV4ATTN_VLLM_PARTS")
+@click.option("--parts", default="all", show_default=True, help="DSV4ATTN_VLLM_PARTS")
 @click.option("--linear-backend", default="auto", show_default=True, help="of vLLM, in both engines")
 @click.option("--max-num-batched-tokens", default=8192, show_default=True, help="of a step")
 @click.option("--captured", default=" ".join(map(str, CAPTURED)), show_default=True, help="tokens of captured graphs")
@@ -577,7 +577,7 @@ def main(
     cases: str,
     tokens: int,
     turns: int,
-    steps: str,
+    parts: str,
     linear_backend: str,
     max_num_batched_tokens: int,
     captured: str,
@@ -625,7 +625,7 @@ def main(
         "experts": experts,
         "tokens": tokens,
         "turns": turns,
-        "steps": steps,
+        "parts": parts,
         "linears": linear_backend,
         "max_num_batched_tokens": max_num_batched_tokens,
         "memory_gib": memory,
@@ -641,7 +641,7 @@ def main(
     environment |= ENGINE_PROCESS if engine_process or gpus > 1 else {}
     try:
         chosen = [plugin for plugin in PLUGINS if only in (None, plugin)]
-        engines = ((plugin, Engine(plugin, options, folder, steps, environment)) for plugin in chosen)
+        engines = ((plugin, Engine(plugin, options, folder, parts, environment)) for plugin in chosen)
         for plugin, engine in [*engines] if at_once else engines:
             run.start(plugin, engine, start_limit, is_alone=not at_once)
         for case in cases.split(","):

@@ -54,7 +54,7 @@ def title_of(report: Mapping[str, Any]) -> str:
     model = f"**{report['model'].capitalize()}'s sizes, {len(layers)} layers** ({kinds})"
     experts = f"{report['experts']} experts in each"
     versions = f"torch {report['torch']}, Triton {report['triton']}, vLLM {report['vllm']}"
-    steps = f"steps `{report['steps']}`, {report['tokens']} tokens of each answer"
+    parts = f"parts `{report['parts']}`, {report['tokens']} tokens of each answer"
     limits = f"at most {report['max_num_batched_tokens']:,} tokens in a step, {report['memory_gib']:g} GiB of caches"
     linears = "" if report["linears"] == "auto" else f"linears of vLLM by `{report['linears']}`, "
     options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
@@ -62,7 +62,7 @@ def title_of(report: Mapping[str, Any]) -> str:
     machine = f"{report['device']}, {versions}, {report['date']}"
     process = "the engine in a process of its own, " if report.get("engine_process") else ""
     chosen = f"{linears}{routing}{options}{process}medians of {report['turns']} turns"
-    return f"{model}, {experts}. {machine}; {steps}, {limits}, {chosen}. {started(report)}"
+    return f"{model}, {experts}. {machine}; {parts}, {limits}, {chosen}. {started(report)}"
 
 
 def tables(reports: Sequence[Mapping[str, Any]]) -> str:

@@ -47,7 +47,7 @@ class Scenario:
 
     name: of the test. rounds: names of actions, or requests. options: of vLLM's `LLM`. environment: variables.
     graphs: the mode of captured graphs, or "eager". checkpoint: the folder's name. capability: that of the GPU for
-    which vLLM takes this one. backend, steps: the variables of dsv4attn. gpus: how many. records_entries: whether files
+    which vLLM takes this one. backend, parts: the variables of dsv4attn. gpus: how many. records_entries: whether files
     of selected entries are written.
     """
 
@@ -59,7 +59,7 @@ class Scenario:
     checkpoint: str = "plain"
     capability: str = ""
     backend: str = ""
-    steps: str = "all"
+    parts: str = "all"
     gpus: int = 1
     records_entries: bool = False
 
@@ -77,7 +77,7 @@ class Scenario:
         return "rejection_sample_method" in self.options.get("speculative_config", {})
 
     def input(self, folder: str, *, by_vllm: bool) -> dict[str, Any]:
-        """The input of worker.py. folder: of the checkpoint. by_vllm: serve with vLLM's own attention and steps."""
+        """The input of worker.py. folder: of the checkpoint. by_vllm: serve with vLLM's own attention and parts."""
         options = {**DEFAULTS, **self.options, "model": folder}
         if self.gpus > 1:
             options = {"tensor_parallel_size": self.gpus, **options}
@@ -95,7 +95,7 @@ class Scenario:
         if by_vllm:
             environment["DSV4ATTN_VLLM"] = "0"
         else:
-            environment |= {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": self.steps}
+            environment |= {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": self.parts}
             if self.backend:
                 environment["DSV4ATTN_BACKEND"] = self.backend
         rounds = [
@@ -185,10 +185,10 @@ SCENARIOS = [
     Scenario("sleep-and-wake", (SHORT, "sleep", "wake", SHORT), {"enable_sleep_mode": True}),
     Scenario("weights-again", (SHORT, "reload", SHORT), {"enable_sleep_mode": True}),
     *(
-        Scenario(f"as-on-sm-{c.replace('.', '')}", capability=c, backend="triton", steps="all")
+        Scenario(f"as-on-sm-{c.replace('.', '')}", capability=c, backend="triton", parts="all")
         for c in ("8.0", "8.6", "8.9")
     ),
-    *(Scenario(f"steps-{name}", steps=name) for name in ("none", "indexer", "compressor", "projection", "mhc", "auto")),
+    *(Scenario(f"parts-{name}", parts=name) for name in ("none", "indexer", "compressor", "projection", "mhc", "auto")),
 ]
 """On one GPU."""
 
@@ -227,10 +227,10 @@ V41_SCENARIOS = [
         ),
         Scenario("own-records-dspark", V41_ROUNDS, OWN_RECORDS | _speculative("dspark", 5), checkpoint="v41-dspark"),
         # vLLM's compressor and indexer, with DeepGEMM on index keys in these blocks
-        Scenario("own-records-steps-auto", V41_ROUNDS, OWN_RECORDS, checkpoint="v41", steps="auto"),
+        Scenario("own-records-parts-auto", V41_ROUNDS, OWN_RECORDS, checkpoint="v41", parts="auto"),
     )
 ]
-"""DeepSeek-V4.1 on one GPU, with dsv4attn's indexer and compressor, but for "steps-auto"."""
+"""DeepSeek-V4.1 on one GPU, with dsv4attn's indexer and compressor, but for "parts-auto"."""
 
 TENSOR_PARALLEL = Scenario("tensor-parallel-2", gpus=2, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
 PIPELINE_PARALLEL = Scenario(

@@ -188,7 +188,7 @@ def test_kernels_over_ranks_are_compiled_where_entries_are_spread_alone() -> Non
     model, limits, device = ModelGeometry.preset("flash"), Limits(4, 64, 4096), DeviceFacts.named("sm_90")
     named = [
         {variant.kernel.__name__ for variant in GenericBackend().kernel_variants(bounds, device)}
-        for bounds in (WarmupSpec.of(model, limits, layer_steps=True, over_ranks=spread) for spread in (False, True))
+        for bounds in (WarmupSpec.of(model, limits, layer_parts=True, over_ranks=spread) for spread in (False, True))
     ]
 
     merge = {"pack_part_kernel", "merge_parts_kernel"}

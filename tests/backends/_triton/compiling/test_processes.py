@@ -308,7 +308,7 @@ def test_every_variant_of_every_backend_survives_a_pickle(name: str) -> None:
     backend = backends()[name]()
     variants = set[Variant]()
     for model in PRESETS.values():
-        bounds = WarmupSpec.of(model, Limits(256, 8192, 65536), layer_steps=True)
+        bounds = WarmupSpec.of(model, Limits(256, 8192, 65536), layer_parts=True)
         for arch in ("sm_90", "sm_120", "gfx942"):
             variants |= {*backend.kernel_variants(bounds, DeviceFacts.named(arch))}
 

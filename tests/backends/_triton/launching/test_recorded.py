@@ -135,7 +135,7 @@ def test_what_is_recorded_does_not_depend_on_the_number_of_multiprocessors(name:
     """So kernels that are compiled for a described device are those of every device of its architecture."""
     backend, _, deterministic = name.partition(" ")
     model = ModelGeometry.preset("flash").tensor_parallel(8)
-    bounds = evolve(WarmupSpec.of(model, Limits(8, 64, 2**18), layer_steps=True), aligned_rows=True, lse=False)
+    bounds = evolve(WarmupSpec.of(model, Limits(8, 64, 2**18), layer_parts=True), aligned_rows=True, lse=False)
     recordings = []
     for cores in (4, 132, 304):
         with recording("sm_90", cores=cores):

@@ -139,7 +139,7 @@ def test_inputs_of_all_forms() -> None:
 
 def test_warm_up_knows_products_of_codes() -> None:
     backend = load_backend("triton")
-    spec = WarmupSpec.of(GEOMETRY, Limits(4, 64, 256), swa=LAYOUT, layer_steps=True)
+    spec = WarmupSpec.of(GEOMETRY, Limits(4, 64, 256), swa=LAYOUT, layer_parts=True)
     stack = stack_of()
     with observed() as seen:
         for tokens in (3, MOST):

@@ -283,7 +283,7 @@ def test_forms_are_foreseen(name: str) -> None:
 @pytest.mark.parametrize("model", ["flash", "v4.1-flash"])
 @pytest.mark.parametrize("make", [GenericBackend, Sm90Backend])
 def test_exact_sums_multiply_no_codes(make: type[TritonBackend], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = WarmupSpec.of(ModelGeometry.preset(model), Limits(8, 64, 2**18), layer_steps=True)
+    bounds = WarmupSpec.of(ModelGeometry.preset(model), Limits(8, 64, 2**18), layer_parts=True)
     # what a device launches, and no kernel runs
     for module in (index_logits, group_select):
         monkeypatch.setattr(module, "INTERPRETED", False)

@@ -125,7 +125,7 @@ def test_where_rows_are_computed_together() -> None:
 def test_warm_up_has_the_forms_of_drafts_where_requests_may_have_them(drafts_of_requests: int) -> None:
     limits = Limits(8, 64, 4096, num_speculative_tokens=drafts_of_requests)
     geometry = evolve(ModelGeometry.preset("flash"), num_heads=8)
-    bounds = WarmupSpec.of(geometry, limits, layer_steps=False)
+    bounds = WarmupSpec.of(geometry, limits, layer_parts=False)
     forms = list(Sm90Backend().kernel_variants(bounds, DeviceFacts.here_or_named("sm_90")))
 
     sizes = {dict(form.constants)["G"] for form in forms if form.name == "list_groups"}

@@ -185,7 +185,7 @@ def test_warm_up_foresees_the_variants_that_are_launched_and_no_others(
     monkeypatch.setattr(hyper_connections, "INTERPRETED", False)
     monkeypatch.setattr(hyper_connections, "launch", own.note)
     monkeypatch.setattr(hyper_connections, "FEW", 0)
-    bounds = WarmupSpec.of(evolve(FLASH, hidden_size=hidden, hc_eps=eps), LIMITS, aligned_rows=True, layer_steps=True)
+    bounds = WarmupSpec.of(evolve(FLASH, hidden_size=hidden, hc_eps=eps), LIMITS, aligned_rows=True, layer_parts=True)
     call, norm = StreamsCall(4, hidden, 3), torch.ones(hidden, device=DEVICE)
     fixed = hc_tuning.FIXED["sm_90"]
     with with_tuning(hc_tuning.HOPPER, fixed=fixed), launching_nothing(), observed() as mixes:
@@ -202,7 +202,7 @@ def test_warm_up_foresees_the_variants_that_are_launched_and_no_others(
 
 
 def test_a_deterministic_backend_foresees_the_shared_kernels_for_one_number_of_tokens() -> None:
-    bounds = WarmupSpec.of(FLASH, LIMITS, aligned_rows=True, layer_steps=True)
+    bounds = WarmupSpec.of(FLASH, LIMITS, aligned_rows=True, layer_parts=True)
     variants = {*Sm90Backend(deterministic=True).kernel_variants(bounds, DeviceFacts.named("sm_90"))}
     constants: dict[str, Any] = {
         name: [dict(variant.constants) for variant in variants if variant.name == name]
@@ -222,7 +222,7 @@ def test_a_deterministic_backend_foresees_the_shared_kernels_for_one_number_of_t
 
 
 def test_a_model_without_epsilon_has_no_factors() -> None:
-    bounds = WarmupSpec.of(evolve(FLASH, hc_eps=0.0), LIMITS, aligned_rows=True, layer_steps=True)
+    bounds = WarmupSpec.of(evolve(FLASH, hc_eps=0.0), LIMITS, aligned_rows=True, layer_parts=True)
     variants = {*Sm90Backend().kernel_variants(bounds, DeviceFacts.named("sm_90"))}
 
     assert {dict(v.constants)["BY_FACTORS"] for v in variants if v.name == "mix_kernel"} == {False}
