@@ -15,6 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.launching.kernels_pdl import (
+    launch_dependents,
+    launch_dependents_of_few,
+    wait_prior_grid,
+)
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, ScoreForm
 from dsv4attn.backends._triton.layer.indexer.kernels import load_rows, scores_of_tile, uniform
@@ -229,6 +234,7 @@ def choose_groups_kernel(
     SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, READ: tl.constexpr,
     SHORT: tl.constexpr, DIRECT: tl.constexpr, MIDDLE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,): select in one row.
 
@@ -243,6 +249,8 @@ def choose_groups_kernel(
     row = tl.program_id(0).to(tl.int64)
     scores = tl.multiple_of(SCORES + row * score_stride, 16)
     maxima, lists, out = MAXIMA + row * group_stride, LISTS + row * list_stride, OUT + row * out_stride
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tl.num_programs(0), PDL)
     count = tl.maximum(count_of(LENS, row, max_entries, 1), 0)
     last: tl.constexpr = MIDDLE * EACH if MIDDLE > 0 else DIRECT if DIRECT > 0 else SHORT if SHORT > 0 else -1
     if SHORT > 0:  # noqa: SIM102 - one is a constant
@@ -267,6 +275,7 @@ def choose_groups_kernel(
             select_row(
                 scores, maxima, lists, out, count, max_entries, wanted, slack, SIZE, GROUPS, GROUP, READ, ASM
             )  # fmt: skip
+    launch_dependents(PDL)
 
 
 @stable_kernel
@@ -284,7 +293,7 @@ def score_groups_kernel(
     page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int64,
     out_stride: tl.int64,
     group_stride: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * tokens,): one token against one of `splits` parts of what it sees. Neighbours share entries.
 
@@ -292,6 +301,8 @@ def score_groups_kernel(
     sees are written, NaN without a block; and the largest of each EACH entries, in rows of more than `coarse` of each
     2 * EACH, of those that are seen and no NaN, -inf if none is.
     """
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tokens, PDL)
     token = tl.program_id(0) % tokens
     count = count_of(LENS, token, limit, 1)
     span = tl.cdiv(tl.cdiv(tl.maximum(count, 0), BLOCK), splits) * BLOCK
@@ -329,3 +340,4 @@ def score_groups_kernel(
             else:
                 largest = tl.max(tl.reshape(known, (BLOCK // EACH, EACH)), 1)
                 tl.store(groups + start // EACH + tl.arange(0, BLOCK // EACH), largest)
+    launch_dependents(PDL)
