@@ -16,6 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+FEW = tl.constexpr(16)
+"""Most rows of a launch whose next kernel may begin at once, see `launch_dependents_of_few`."""
+
 
 @triton.jit
 def wait_prior_grid(PDL: tl.constexpr):
@@ -34,6 +37,17 @@ def launch_dependents(PDL: tl.constexpr):
     if PDL:
         text: tl.constexpr = "griddepcontrol.launch_dependents; // $0"
         tl.inline_asm_elementwise(text, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def launch_dependents_of_few(rows, PDL: tl.constexpr):
+    """`launch_dependents` if a launch has few rows: a next kernel with a program for each row has room then.
+
+    The kernel calls `launch_dependents` later in any case; of a program, the first call counts.
+    """
+    if PDL:  # noqa: SIM102 - one is a constant
+        if rows <= FEW:
+            launch_dependents(PDL)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends.sm90.indexer.kernels_tile import (
     FLAT_S,
@@ -185,6 +186,7 @@ def score_index(
     held: tl.int32, q_stride: tl.int64, q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64,
     last_column: tl.int32, num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32, log: tl.int32,
     page_stride: tl.int64, scale_offset: tl.int32, out_stride: tl.int64, maxima_stride: tl.int64, FILL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: with a TABLE any; without, (splits * blocks of two tokens,), where neighbours share `span` entries.
 
@@ -204,8 +206,10 @@ def score_index(
         requests, each, limit, span, run, held, q_stride, q_head_stride, w_stride, table_stride, last_column,
         num_blocks, page_size, factor, log, page_stride, scale_offset, out_stride, maxima_stride,
     )  # fmt: skip
+    wait_prior_grid(PDL)
     if TABLE is None:
         blocks = (tokens + TOKENS - 1) // TOKENS
         score_rows(args, memory, gl.program_id(0) % blocks, gl.program_id(0) // blocks, FILL)
     else:
         score_shares(args, memory, FILL)
+    launch_dependents(PDL)

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention.launch import divider
 from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
 from dsv4attn.backends._triton.sizes import cdiv
@@ -179,7 +180,7 @@ def _launch(
             0 if table is None else table.stride(0), last_column, *keys.paging, out.stride(0),
             0 if maxima is None else maxima.stride(0),
         ),
-        {"FILL": keys.token_to_req is None},
+        {"FILL": keys.token_to_req is None, "PDL": uses_pdl("sm_90")},
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
 from dsv4attn.backends._triton.layer.indexer.kernels import CODES, NATIVE
@@ -177,7 +178,7 @@ def _choose_constants(form: Form) -> dict[str, Any]:
     constants = {"SIZE": form.size, "GROUPS": form.groups, "GROUP": form.group, "READ": form.read}
     constants |= {"SHORT": form.short, "DIRECT": form.direct, "MIDDLE": form.middle, "BLOCK": form.block}
     constants |= {"TILE": LISTED.entries, "UNROLL": LISTED.unroll, "SPLITS": SPLITS if form.block else 1}
-    return {**constants, "ASM": not INTERPRETED}
+    return {**constants, "ASM": not INTERPRETED, "PDL": uses_pdl("sm_90") and not INTERPRETED}
 
 
 def _options(form: Form) -> dict[str, Any]:
@@ -232,6 +233,7 @@ def _score_constants() -> dict[str, Any]:
         "STAGES": tile.stages,
         "DT": tl.float32 if INTERPRETED else tl.float16,
         "ASM": not INTERPRETED,
+        "PDL": uses_pdl("sm_90") and not INTERPRETED,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import launch, multiprocessors
 from dsv4attn.backends._triton.layer.selection.scratch import buffer
@@ -85,7 +86,7 @@ def _launch(
             values.stride(0), values.stride(1), query.weights.stride(0), table.stride(0), columns - 1, *paging,
             out.stride(0),
         ),
-        {"CAPACITY": capacity},
+        {"CAPACITY": capacity, "PDL": uses_pdl("sm_90")},
         num_warps=WARPS,
         maxnreg=REGISTERS,
         spills=SPILLS,

@@ -15,6 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.launching.kernels_pdl import (
+    launch_dependents,
+    launch_dependents_of_few,
+    wait_prior_grid,
+)
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, ScoreForm
 from dsv4attn.backends._triton.layer.indexer.kernels import load_rows, scores_of_tile, uniform
@@ -42,24 +47,13 @@ def known_of(x, live):
 
 
 @triton.jit
-def share_of(most, fewest, target, ASM: tl.constexpr):
-    """Where the logarithm of `target` is between those of `most`, which is 0, and of `fewest`, which is 1."""
+def log2_of(x, ASM: tl.constexpr):
+    """The binary logarithm of x, about."""
     if ASM:
-        text: tl.constexpr = """{
-            .reg .f32 a, b, c;
-            lg2.approx.f32 a, $1;
-            lg2.approx.f32 b, $2;
-            lg2.approx.f32 c, $3;
-            sub.f32 b, a, b;
-            sub.f32 c, a, c;
-            div.approx.f32 $0, c, b;
-        }"""
-        share = tl.inline_asm_elementwise(
-            text, "=f,f,f,f", [most, fewest, target], dtype=tl.float32, is_pure=True, pack=1
-        )
+        x = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        share = (tl.log2(most) - tl.log2(target)) / (tl.log2(most) - tl.log2(fewest))
-    return share
+        x = tl.log2(x)
+    return x
 
 
 @triton.jit
@@ -68,27 +62,25 @@ def probe_at(low, high, most, fewest, target, ASM: tl.constexpr):
 
     The logarithm of counts is taken to fall evenly from one to the other.
     """
-    lowest = score_of(low)
-    # a NaN, if there are infinite scores, is a key too
-    guess, _ = ordered(lowest + (score_of(high) - lowest) * share_of(most, fewest, target, ASM))
+    lowest, of_most = score_of(low), log2_of(most, ASM)
+    share = (of_most - log2_of(target, ASM)) / (of_most - log2_of(fewest, ASM))
+    # a NaN, if there are infinite scores or equal counts, is a key too
+    guess, _ = ordered(lowest + (score_of(high) - lowest) * share)
     return tl.minimum(tl.maximum(guess, low + 1), high - 1)
 
 
 @triton.jit
-def kth_score(
-    x, low, at_low, high, wanted, slack, NEAREST: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """(key, how many reach it, how many are above it): of the wanted-th largest of scores as they are compared.
+def kth_score(x, low, at_low, high, at_high, wanted, slack, ASM: tl.constexpr):
+    """(key, how many reach it, a higher key, how many reach that): of the wanted-th largest of scores as compared.
 
     low: a key that at_low scores reach; if these are no more than wanted + slack, it is the result. high: a key that
-    none reaches. It stops early: at a key that up to `slack` more reach, and then the last number is only a lower
-    bound. NEAREST: which of four steps begins with the nearest scores; between equal scores a step would be needed for
-    each bit.
+    at_high scores reach, fewer than wanted. It stops early: at a key that up to `slack` more reach. If more do, the
+    higher key is the next one, and all these scores are equal.
     """
-    at_high = at_low * 0
     step = 0
     while (at_low > wanted + slack) & (high > low + 1):
-        if step % 4 == NEAREST:
+        if step % 8 == 7:
+            # to the nearest scores: between equal ones a step would be needed for each bit
             reaches_high = x >= score_of(high)
             low, _ = ordered(tl.min(tl.where(x >= score_of(low), x, float("inf")), 0))
             high, _ = ordered(tl.max(tl.where(reaches_high, float("-inf"), x), 0))
@@ -96,13 +88,25 @@ def kth_score(
         step += 1
         most, fewest = at_low.to(tl.float32), tl.maximum(at_high.to(tl.float32), 0.5)
         target = (wanted + slack // 2).to(tl.float32)
-        # half of the sum of both, which may not be an int32
-        middle = (low & high) + ((low ^ high) >> 1)
-        first = probe_at(low, high, most, fewest, target, ASM)
-        reached = tl.sum((x >= score_of(first)).to(tl.int32) + ((x >= score_of(middle)).to(tl.int32) << 16), 0)
+        # every second step has a guess on either side, about as far from the wanted one as that is wrong by chance
+        apart = tl.maximum(0.6 * tl.sqrt((most - target) * (target - fewest) / (most - fewest)), 0.3)
+        unbounded = at_high == 0  # little is known above the wanted one
+        further = tl.where(unbounded, target / 4, target - apart)
+        apart = tl.where(unbounded | (step % 2 == 0), 0.0, apart)
+        first = probe_at(low, high, most, fewest, target + apart, ASM)
+        second = probe_at(low, high, most, fewest, further, ASM)
+        # the others have the middle: half of the sum of both, which may not be an int32
+        second = tl.where(step % 2 == 1, second, (low & high) + ((low ^ high) >> 1))
+        reached = reach_both(x, first, second)
         low, at_low, high, at_high = narrowed(low, at_low, high, at_high, first, reached & 0xFFFF, wanted)
-        low, at_low, high, at_high = narrowed(low, at_low, high, at_high, middle, reached >> 16, wanted)
-    return low, at_low, at_high
+        low, at_low, high, at_high = narrowed(low, at_low, high, at_high, second, reached >> 16, wanted)
+    return low, at_low, high, at_high
+
+
+@triton.jit
+def reach_both(x, first, second):
+    """How many scores reach a key, and in the upper half how many reach another."""
+    return tl.sum((x >= score_of(first)).to(tl.int32) + ((x >= score_of(second)).to(tl.int32) << 16), 0)
 
 
 @triton.jit
@@ -136,15 +140,23 @@ def entries_of(LIST, SIZE: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def fewer_than(low, at_low, high, at_high, wanted, ASM: tl.constexpr):
+    """A key that about four fifths of `wanted` maxima of groups reach, and so maybe not quite `wanted` scores."""
+    most, fewest, target = at_low.to(tl.float32), tl.maximum(at_high.to(tl.float32), 0.5), 0.8 * wanted.to(tl.float32)
+    return tl.where(fewest < target, probe_at(low, high, most, fewest, target, ASM), high)
+
+
+@triton.jit
 def write_chosen(
-    x, LIST, place, low, wanted, slack, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    x, LIST, place, low, guess, wanted, slack, SIZE: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of the `wanted` largest scores in their order; (key of the last, how many there are).
+    """Write the numbers of the `wanted` largest scores in their order; (key of the last, how many there are, a guess).
 
     Of equal scores the first are chosen. Up to `slack` more may be. low: a key; what does not reach it is not chosen.
-    BOUNDED: whether `low` is a good bound. LIST: numbers of the groups, of GROUP scores each, that x [SIZE] has; None:
-    x has all, and the numbers are 0 and on.
+    BOUNDED: whether `low` is a good bound, and `guess` a key that somewhat fewer than `wanted` may reach. The guess
+    that comes back is for all scores, if x has the largest of each group of them. LIST: numbers of the groups, of GROUP
+    scores each, that x [SIZE] has; None: x has all, and the numbers are 0 and on.
     """
     largest = x if BOUNDED else tl.max(tl.reshape(x, (SIZE // SUB, SUB)), 1)
     high, _ = ordered(tl.max(largest, 0))
@@ -152,9 +164,13 @@ def write_chosen(
     if not BOUNDED:
         # as many groups, so at least as many scores. NaN reach no key, so groups are counted
         at_low = tl.sum((largest >= score_of(low)).to(tl.int32), 0)
-        low, _, _ = kth_score(largest, low, at_low, high, wanted, wanted // 8, 0, ASM)
-    at_low = tl.sum((x >= score_of(low)).to(tl.int32), 0)
-    key, reached, above = kth_score(x, low, at_low, high, wanted, slack, 3, ASM)
+        least, _ = ordered(tl.min(tl.where(largest >= score_of(low), largest, float("inf")), 0))
+        low = tl.where(at_low >= wanted, least, low)
+        low, at_low, upper, at_upper = kth_score(largest, low, at_low, high, at_low * 0, wanted, wanted // 8, ASM)
+        guess = fewer_than(low, at_low, upper, at_upper, wanted, ASM)
+    reached = reach_both(x, low, guess)
+    low, reached, high, above = narrowed(low, reached & 0xFFFF, high, reached * 0, guess, reached >> 16, wanted)
+    key, reached, high, above = kth_score(x, low, reached, high, above, wanted, slack, ASM)
     bound = score_of(key)
     chosen = tl.minimum(reached, wanted + slack)
     if reached > chosen:
@@ -167,7 +183,7 @@ def write_chosen(
     # not held before
     numbers = tl.arange(0, SIZE) if LIST is None else tl.reshape(entries_of(LIST, SIZE, GROUP), (SIZE,))
     put(place, at, numbers, ASM)
-    return key, chosen
+    return key, chosen, fewer_than(key, reached, high, above, wanted, ASM)
 
 
 @triton.jit
@@ -188,6 +204,7 @@ def select_row(
 ):  # fmt: skip
     """Select in a row of which the first `count` entries are seen. See `choose_groups_kernel`."""
     low = tl.full((), LOWEST, tl.int32)
+    guess = low
     if GROUPS > 0:
         place = tl.arange(0, SIZE // GROUP)
         if count > SIZE:
@@ -197,7 +214,9 @@ def select_row(
             number = tl.arange(0, GROUPS)
             groups = (count + (GROUP - 1)) // GROUP
             largest = tl.load(MAXIMA + number, mask=number < groups, other=float("-inf"))
-            low, listed = write_chosen(largest, None, LIST, low, wanted, slack, GROUPS, 1, False, ASM)
+            low, listed, guess = write_chosen(
+                largest, None, LIST, low, guess, wanted, slack, GROUPS, 1, False, ASM
+            )  # fmt: skip
             # past the last, a group that no row has
             tl.store(LIST + place, max_entries // GROUP + 1, mask=place >= listed)
         else:
@@ -209,8 +228,8 @@ def select_row(
     x = tl.load(scores + entry, mask=entry // 4 < (count + 3) // 4, other=0.0)
     x = tl.reshape(known_of(x, entry < count), (SIZE,))
     # the last chosen group's key is a good bound
-    _, chosen = write_chosen(
-        x, LIST if GROUPS > 0 else None, out, low, wanted, wanted * 0, SIZE, GROUP, GROUPS > 0, ASM
+    _, chosen, _ = write_chosen(
+        x, LIST if GROUPS > 0 else None, out, low, guess, wanted, wanted * 0, SIZE, GROUP, GROUPS > 0, ASM
     )  # fmt: skip
     if chosen < wanted:
         column = tl.arange(0, MOST)
@@ -229,6 +248,7 @@ def choose_groups_kernel(
     SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, READ: tl.constexpr,
     SHORT: tl.constexpr, DIRECT: tl.constexpr, MIDDLE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,): select in one row.
 
@@ -243,6 +263,8 @@ def choose_groups_kernel(
     row = tl.program_id(0).to(tl.int64)
     scores = tl.multiple_of(SCORES + row * score_stride, 16)
     maxima, lists, out = MAXIMA + row * group_stride, LISTS + row * list_stride, OUT + row * out_stride
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tl.num_programs(0), PDL)
     count = tl.maximum(count_of(LENS, row, max_entries, 1), 0)
     last: tl.constexpr = MIDDLE * EACH if MIDDLE > 0 else DIRECT if DIRECT > 0 else SHORT if SHORT > 0 else -1
     if SHORT > 0:  # noqa: SIM102 - one is a constant
@@ -267,6 +289,7 @@ def choose_groups_kernel(
             select_row(
                 scores, maxima, lists, out, count, max_entries, wanted, slack, SIZE, GROUPS, GROUP, READ, ASM
             )  # fmt: skip
+    launch_dependents(PDL)
 
 
 @stable_kernel
@@ -284,7 +307,7 @@ def score_groups_kernel(
     page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int64,
     out_stride: tl.int64,
     group_stride: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * tokens,): one token against one of `splits` parts of what it sees. Neighbours share entries.
 
@@ -292,6 +315,8 @@ def score_groups_kernel(
     sees are written, NaN without a block; and the largest of each EACH entries, in rows of more than `coarse` of each
     2 * EACH, of those that are seen and no NaN, -inf if none is.
     """
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tokens, PDL)
     token = tl.program_id(0) % tokens
     count = count_of(LENS, token, limit, 1)
     span = tl.cdiv(tl.cdiv(tl.maximum(count, 0), BLOCK), splits) * BLOCK
@@ -329,3 +354,4 @@ def score_groups_kernel(
             else:
                 largest = tl.max(tl.reshape(known, (BLOCK // EACH, EACH)), 1)
                 tl.store(groups + start // EACH + tl.arange(0, BLOCK // EACH), largest)
+    launch_dependents(PDL)

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
+from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.layer.selection.kernels_lists import choose_listed, make_space, member_of
 from dsv4attn.backends.sm90.compat import barrier, reinterpret
@@ -226,7 +227,7 @@ def select_index(
     tokens: tl.int32, requests: tl.int32, limit: tl.int32, held: tl.int32, wanted: tl.int32, slack: tl.int32,
     q_stride: tl.int64, q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, last_column: tl.int32,
     num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64,
-    scale_offset: tl.int32, out_stride: tl.int64, CAPACITY: gl.constexpr,
+    scale_offset: tl.int32, out_stride: tl.int64, CAPACITY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: any. Arguments: see `indexer.kernels.score_index`.
 
@@ -249,6 +250,7 @@ def select_index(
     )  # fmt: skip
     program, programs = gl.program_id(0), gl.num_programs(0)
     blocks = (tokens + TOKENS - 1) // TOKENS
+    wait_prior_grid(PDL)
     lists = LISTS + program.to(gl.int64) * (TOKENS * CAPACITY)
     topk = Wanted(wanted, slack)
     for first in range(0, blocks, programs):
@@ -256,3 +258,4 @@ def select_index(
         place = gl.where((first // programs) % 2 == 0, program, programs - 1 - program) + first
         if place < blocks:
             select_block(args, memory, blocks - 1 - place, lists, topk, CAPACITY)
+    launch_dependents(PDL)

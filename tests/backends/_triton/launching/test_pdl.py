@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from dsv4attn.backends._triton.compiling.variant import launch_options
 from dsv4attn.backends._triton.launching import pdl
 from dsv4attn.backends._triton.launching.pdl import uses_pdl
-from tests.programs import told_by
+from tests.programs import ROOT, told_by
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,45 @@ def test_no_kernel_does_where_that_was_not_measured(waits_by_name: Any) -> None:
     assert off
     assert not any(form["waits"] or form["lets"] or form["option"] or form["ahead"] for form in off)
     assert not any(map(uses_pdl, ("cpu", "sm_80", "sm_120", "gfx942", "xpu")))
+
+
+BACKENDS = ROOT / "dsv4attn/backends"
+SELECTING = [
+    BACKENDS / "_triton/layer/indexer/kernels.py",
+    BACKENDS / "_triton/layer/selection/kernels.py",
+    BACKENDS / "sm90/indexer/kernels.py",
+    *(BACKENDS / "sm90/selection").glob("kernels_*.py"),
+]
+"""Files of the kernels that follow each other in a selection. Compiling them all takes too long for a test."""
+HARMLESS = {"Args", "Memory", "allocate_shared_memory", "arange", "cdiv", "multiple_of", "num_programs", "pointer_type",
+            "program_id", "to"}  # fmt: skip
+"""Functions that read and write no memory of the device."""
+
+
+def calls_in(*nodes: ast.AST) -> list[str]:
+    """Names of the functions that are called in statements."""
+    calls = [node for one in nodes for node in ast.walk(one) if isinstance(node, ast.Call)]
+    return [call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id for call in calls]  # type: ignore[attr-defined]
+
+
+def test_every_program_of_a_selection_waits_before_it_touches_memory() -> None:
+    kernels = {
+        node.name: node.body
+        for path in SELECTING
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and ast.unparse(node.decorator_list[0]).startswith("stable_")
+    }
+    assert {*kernels} == {
+        "choose_groups_kernel", "choose_kernel", "list_kernel", "order_kernel", "score_blocks_kernel",
+        "score_groups_kernel", "score_index", "score_kernel", "select_index",
+    }  # fmt: skip
+    for name, body in kernels.items():
+        # statements of the kernel itself: no branch goes around them
+        said = [ast.unparse(statement) for statement in body]
+        wait = said.index("wait_prior_grid(PDL)")
+        assert {*calls_in(*body[:wait])} <= HARMLESS, name
+        assert said[-1] == "launch_dependents(PDL)", name
+        assert not [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Return)], name
 
 
 @pytest.mark.parametrize(("driver", "said"), [(12020, False), (12030, True), (13000, True)])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor, int32
 
 from dsv4attn.backends._triton.cache.records import table_numbers
+from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.layer.indexer.kernels import order_kernel
 from dsv4attn.backends._triton.layer.indexer.launch import score_inside, score_maxima
 from dsv4attn.backends._triton.layer.selection.launch import plan_in_parts, select
@@ -102,7 +104,9 @@ def order(
             blocks.stride(0), most, max_entries, table_numbers(table), cache.num_blocks,
             cache.block_size,
         ),
-        {"SIZE": block_size, "N": blocks.shape[1] // 2},
+        {
+            "SIZE": block_size, "N": blocks.shape[1] // 2, "PDL": uses_pdl(architecture()) and not INTERPRETED,
+        },
         num_warps=WARPS,
     )  # fmt: skip
 

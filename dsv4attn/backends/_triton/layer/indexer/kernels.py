@@ -13,6 +13,11 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.cache.forms import TableNumbers
+from dsv4attn.backends._triton.launching.kernels_pdl import (
+    launch_dependents,
+    launch_dependents_of_few,
+    wait_prior_grid,
+)
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides
 from dsv4attn.backends._triton.layer.selection.kernels import power_of
@@ -310,7 +315,7 @@ def order_kernel(
     COUNTS,  # [n] int32
     candidate_stride: tl.int64, out_stride: tl.int64, num_candidates: tl.int32, max_entries: tl.int32,
     table: TableNumbers, num_blocks: tl.int32, page_size: tl.int32,
-    SIZE: tl.constexpr, N: tl.constexpr,
+    SIZE: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): the candidates of a token that it sees, each once, ascending; and how many entries these blocks have.
 
@@ -318,6 +323,8 @@ def order_kernel(
     is of use if pages have whole blocks. SIZE: entries of a block. N: a power of two, at least num_candidates.
     """
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tl.num_programs(0), PDL)
     seen = tl.minimum(tl.maximum(tl.load(LENS + row), 0), max_entries)
     block = tl.load(CANDIDATES + row * candidate_stride + column, mask=column < num_candidates, other=-1)
     none: tl.constexpr = 0x7FFFFFFF
@@ -346,6 +353,7 @@ def order_kernel(
     first = number * page_size + tl.where(fresh, block, 0) * SIZE % page_size
     tl.store(out + N + place, tl.where(known, first, -1), mask=fresh)
     tl.store(COUNTS + row, tl.sum(fresh.to(tl.int32), 0) * SIZE)
+    launch_dependents(PDL)
 
 
 @stable_kernel
@@ -362,13 +370,15 @@ def score_blocks_kernel(
     OUT,  # [T, counts] fp32
     tokens: tl.int32, limit: tl.int32, splits: tl.int32, strides: QueryStrides, table: TableNumbers, pages: KeyNumbers,
     block_stride: tl.int64, out_stride: tl.int64,
-    FORM: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr,
+    FORM: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * tokens,): scores of the entries of a token's blocks, in their order; NaN where none is seen.
 
     WHOLE: whether pages have whole blocks.
     """
     BLOCK: tl.constexpr = FORM.block
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tokens, PDL)
     token = tl.program_id(0) % tokens
     count, seen = tl.load(COUNTS + token), tl.minimum(tl.load(LENS + token), limit)
     span = tl.cdiv(tl.cdiv(count, BLOCK), splits) * BLOCK
@@ -408,6 +418,7 @@ def score_blocks_kernel(
                     data, scale, ok = place_on_pages(entry, entry < seen, row, columns, pages)
                 score = scores_at(query, KEYS, None, data, scale, ok, FORM)
                 tl.store(out + place, tl.reshape(score, (BLOCK,)), mask=live)
+    launch_dependents(PDL)
 
 
 @stable_kernel
@@ -425,7 +436,7 @@ def score_kernel(
     MAXIMA,  # [T, groups] fp32, or None
     tokens: tl.int32, each: tl.int32, limit: tl.int32, splits: tl.int32, run: tl.int32, groups: tl.int32,
     alone: tl.int32, strides: QueryStrides, table: TableNumbers, pages: KeyNumbers, out_stride: tl.int64,
-    maxima_stride: tl.int64, FORM: tl.constexpr,
+    maxima_stride: tl.int64, FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * token blocks,): some tokens against one of `splits` parts of what they see, if they see enough.
 
@@ -439,6 +450,8 @@ def score_kernel(
     split = tl.program_id(0) // blocks
     token = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
     live = token < tokens
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tokens, PDL)
     lens = tl.minimum(tl.load(LENS + token, mask=live, other=0), limit)
     first = None if FIRST is None else tl.load(FIRST + token, mask=live, other=0)
     most = tl.max(tl.where(live, lens, 0), 0)
@@ -482,3 +495,4 @@ def score_kernel(
                         TABLE + tl.maximum(r, 0) * table.stride, tl.where(r < 0, 0, table.columns), pages, OUT, MAXIMA,
                         begin, end, stop, run, limit, FORM,
                     )  # fmt: skip
+    launch_dependents(PDL)

@@ -23,6 +23,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_align
 from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides, ScoreForm
@@ -212,7 +213,7 @@ def score_inside(
             table_numbers(table), keys.numbers, blocks.stride(0), scores.stride(0),
         ),
         _inside_constants(
-            facts_of(keys, values, tile, exact_sums=exact_sums), block_size, blocks.shape[1] // 2,
+            facts_of(keys, values, tile, exact_sums=exact_sums), architecture(), block_size, blocks.shape[1] // 2,
             whole=cache.block_size % block_size == 0,
         ),
         num_warps=tile.warps,
@@ -372,7 +373,9 @@ def _launch(
             table_numbers(table), keys.numbers, 0 if out is None else out.stride(0),
             0 if maxima is None else maxima.stride(0),
         ),
-        _constants(facts_of(keys, values, tile, exact_sums=exact_sums), fill=fill, group=group),
+        _constants(
+            facts_of(keys, values, tile, exact_sums=exact_sums), architecture(), fill=fill, group=group
+        ),
         num_warps=tile.warps,
         num_stages=tile.stages,
         spills=SPILLS if maxima is not None and tile.entries > LANES else 0,
@@ -393,16 +396,20 @@ def form_of(
 
 
 @cache
-def _constants(facts: tuple[Any, ...], *, fill: bool, group: int) -> Constants:
+def _constants(facts: tuple[Any, ...], arch: str, *, fill: bool, group: int) -> Constants:
     form = form_of(*facts)
     lanes = form.block // min(group, form.block) if group else form.lanes
-    return Constants({"FORM": form._replace(lanes=lanes, group=group, fill=fill)})
+    form = form._replace(lanes=lanes, group=group, fill=fill)
+    # tiles of more tokens would need up to 28 registers more, and spill
+    overlapped = uses_pdl(arch) and form.tokens == 1 and not INTERPRETED
+    return Constants({"FORM": form, "PDL": overlapped})
 
 
 @cache
-def _inside_constants(facts: tuple[Any, ...], block_size: int, places: int, *, whole: bool) -> Constants:
+def _inside_constants(facts: tuple[Any, ...], arch: str, block_size: int, places: int, *, whole: bool) -> Constants:
     """Constants of `score_blocks_kernel`. places: N. whole: whether pages have whole blocks."""
-    return Constants({"FORM": form_of(*facts), "SIZE": block_size, "N": places, "WHOLE": whole})
+    blocks = {"SIZE": block_size, "N": places, "WHOLE": whole}
+    return Constants({"FORM": form_of(*facts), **blocks, "PDL": uses_pdl(arch) and not INTERPRETED})
 
 
 @recorded

@@ -18,6 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.launching.kernels_pdl import (
+    launch_dependents,
+    launch_dependents_of_few,
+    wait_prior_grid,
+)
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 INFINITE = tl.constexpr(0x7F800000)
@@ -399,7 +404,7 @@ def list_kernel(
     max_entries: tl.int32, unit: tl.int32, wanted: tl.int32, slack: tl.int32, run: tl.int32, least: tl.int32,
     together: tl.int32, groups: tl.int32, parts: tl.int32, places: tl.int32, alone: tl.int32,
     LANES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): list what may be selected among the entries of one part of a row.
 
@@ -407,6 +412,8 @@ def list_kernel(
     entries are counted, but not listed. alone: length of the longest rows without lists, at least BLOCK.
     """
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tl.num_programs(0) // parts, PDL)
     count = count_of(LENS, row, max_entries, unit)
     chunk = chunk_of(count, parts, least)
     begin = part * chunk
@@ -424,6 +431,7 @@ def list_kernel(
         tl.store(head + SPLITS + part, tied)
         # every part finds the same
         tl.store(head + 2 * SPLITS, bound, mask=part == 0)
+    launch_dependents(PDL)
 
 
 @stable_kernel
@@ -440,7 +448,7 @@ def choose_kernel(
     least: tl.int32, together: tl.int32, groups: tl.int32, parts: tl.int32, places: tl.int32, alone: tl.int32,
     size: tl.int32, rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
     LANES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
-    LONG: tl.constexpr, ALIGNED: tl.constexpr,
+    LONG: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,): select in one row. LONG: whether a row may have more than BLOCK entries.
 
@@ -451,6 +459,8 @@ def choose_kernel(
     row = tl.program_id(0).to(tl.int64)
     scores = tl.multiple_of(SCORES + row * score_stride, ALIGNED)
     out = OUT + row * out_stride
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(tl.num_programs(0), PDL)
     count = count_of(LENS, row, max_entries, unit)
     if LONG:
         if count <= BLOCK:
@@ -475,3 +485,4 @@ def choose_kernel(
         at = tl.load(out + column, mask=column < wanted, other=-1)
         block = tl.load(BLOCKS + row * block_stride + at // size, mask=at >= 0, other=0)
         tl.store(out + column, block * size + at % size, mask=at >= 0)
+    launch_dependents(PDL)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.selection.kernels import choose_kernel, list_kernel
@@ -265,7 +267,7 @@ def write_lists(
     run; 0: LANES.
     """
     scores, maxima, lens, lists = pointers
-    constants, warps = _list_constants(plan.block, aligned, lanes or LANES)
+    constants, warps = _list_constants(plan.block, aligned, lanes or LANES, architecture())
     launch(
         list_kernel,
         (lens.shape[0] * plan.parts,),
@@ -287,10 +289,10 @@ def _aligned(scores: Tensor, maxima: Tensor | None, max_entries: int) -> int:
 
 
 @cache
-def _list_constants(block: int, aligned: int, lanes: int) -> tuple[Constants, int]:
+def _list_constants(block: int, aligned: int, lanes: int, arch: str) -> tuple[Constants, int]:
     tile = LISTS[block]
     constants = {"LANES": lanes, "BLOCK": block, "TILE": tile.entries, "UNROLL": tile.unroll, "SPLITS": SPLITS}
-    return Constants({**constants, "ALIGNED": aligned}), tile.warps
+    return Constants({**constants, "ALIGNED": aligned, "PDL": uses_pdl(arch) and not INTERPRETED}), tile.warps
 
 
 @cache
@@ -300,7 +302,8 @@ def _choose_constants(
     tiles = TILES.get(arch, DEFAULT)
     tile = (SHORT if not long else LONG if split else tiles.many if many else tiles.few)[block]
     constants = {"LANES": LANES, "BLOCK": block, "TILE": tile.entries, "UNROLL": tile.unroll}
-    return Constants({**constants, "SPLITS": SPLITS if split else 1, "LONG": long, "ALIGNED": aligned}), tile.warps
+    constants |= {"SPLITS": SPLITS if split else 1, "LONG": long, "ALIGNED": aligned}
+    return Constants({**constants, "PDL": uses_pdl(arch) and not INTERPRETED}), tile.warps
 
 
 @recorded
