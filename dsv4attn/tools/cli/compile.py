@@ -182,7 +182,7 @@ def compile_(
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
-    [served] = [known for known in ENGINES if known.package == engine] or [None]
+    served = next((known for known in ENGINES if known.package == engine), None)
     if served is not None and folder is None:
         folder = served.kernel_folder()
     if folder is not None:

@@ -163,8 +163,7 @@ class Serving:
         compiled = tuple(name for part, names in _PARTS.items() if part in parts for name in names)
         # a deterministic backend makes the inputs of compressors, whoever runs them
         around = bool(parts) or self.backend.deterministic
-        options = {"aligned_rows": True, "layer_parts": around, "parts": compiled}
-        return WarmupSpec.of(self.model, self.limits, **options, **layouts)
+        return WarmupSpec.of(self.model, self.limits, aligned_rows=True, layer_parts=around, parts=compiled, **layouts)
 
     def start_compiling(self) -> None:
         """Compile all kernels in another thread, the first time this is called. vLLM loads weights meanwhile."""
