@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,18 @@ def test_a_block_that_a_connector_filled_has_nothing_of_an_earlier_request(
     steps.step(("a", second, 16, 3))
 
     assert steps_of(steps.finish("a", 20)) == [UNKNOWN] * 16 + [20] * 3
+
+
+@pytest.mark.parametrize("name", ["_warmup_0_", "_v2_mixed_warmup_decode_"])
+def test_requests_of_vllms_warm_up_have_no_file(name: str, steps: Steps) -> None:
+    text = (Path(find_spec("vllm").submodule_search_locations[0]) / "v1/worker/gpu/warmup.py").read_text()
+    steps.step((name, [3, 0, 0], 0, 4), ("a", [5, 0, 0], 0, 4))
+    steps.describe(5)
+    steps.step(finished=(name, "a"))
+
+    assert [file.name for file in steps.folder.iterdir()] == ["a.pt"]
+    assert 'f"_warmup_{i}_"' in text
+    assert 'req_id_prefix: str = "_v2_mixed_warmup"' in text
 
 
 def test_blocks_of_equal_prefixes_are_those_of_any_request(steps: Steps) -> None:

@@ -29,6 +29,8 @@ MOST = tl.constexpr(1024)
 """Entries that can be selected in a row."""
 EACH = tl.constexpr(8)
 """Entries of a group whose maximum comes with the scores; twice as many in the longest rows."""
+FEW = tl.constexpr(2048)
+"""Numbers that are so few that a step of a search takes longer to guess than to count: one guess a step, not two."""
 SUB = tl.constexpr(4)
 """Scores that follow each other, of whose largest a first bound is found."""
 HEADS, DIM = tl.constexpr(64), tl.constexpr(128)
@@ -70,12 +72,12 @@ def probe_at(low, high, most, fewest, target, ASM: tl.constexpr):
 
 
 @triton.jit
-def kth_score(x, low, at_low, high, at_high, wanted, slack, ASM: tl.constexpr):
+def kth_score(x, low, at_low, high, at_high, wanted, slack, TWICE: tl.constexpr, ASM: tl.constexpr):
     """(key, how many reach it, a higher key, how many reach that): of the wanted-th largest of scores as compared.
 
     low: a key that at_low scores reach; if these are no more than wanted + slack, it is the result. high: a key that
     at_high scores reach, fewer than wanted. It stops early: at a key that up to `slack` more reach. If more do, the
-    higher key is the next one, and all these scores are equal.
+    higher key is the next one, and all these scores are equal. TWICE: whether every second step has two guesses.
     """
     step = 0
     while (at_low > wanted + slack) & (high > low + 1):
@@ -88,15 +90,18 @@ def kth_score(x, low, at_low, high, at_high, wanted, slack, ASM: tl.constexpr):
         step += 1
         most, fewest = at_low.to(tl.float32), tl.maximum(at_high.to(tl.float32), 0.5)
         target = (wanted + slack // 2).to(tl.float32)
-        # every second step has a guess on either side, about as far from the wanted one as that is wrong by chance
-        apart = tl.maximum(0.6 * tl.sqrt((most - target) * (target - fewest) / (most - fewest)), 0.3)
-        unbounded = at_high == 0  # little is known above the wanted one
-        further = tl.where(unbounded, target / 4, target - apart)
-        apart = tl.where(unbounded | (step % 2 == 0), 0.0, apart)
-        first = probe_at(low, high, most, fewest, target + apart, ASM)
-        second = probe_at(low, high, most, fewest, further, ASM)
-        # the others have the middle: half of the sum of both, which may not be an int32
-        second = tl.where(step % 2 == 1, second, (low & high) + ((low ^ high) >> 1))
+        # half of the sum of both, which may not be an int32
+        second = (low & high) + ((low ^ high) >> 1)
+        if TWICE:
+            # every second step has a guess on either side, about as far from the wanted one as that is wrong by chance
+            apart = tl.maximum(0.6 * tl.sqrt((most - target) * (target - fewest) / (most - fewest)), 0.3)
+            unbounded = at_high == 0  # little is known above the wanted one
+            further = tl.where(unbounded, target / 4, target - apart)
+            apart = tl.where(unbounded | (step % 2 == 0), 0.0, apart)
+            first = probe_at(low, high, most, fewest, target + apart, ASM)
+            second = tl.where(step % 2 == 1, probe_at(low, high, most, fewest, further, ASM), second)
+        else:
+            first = probe_at(low, high, most, fewest, target, ASM)
         reached = reach_both(x, first, second)
         low, at_low, high, at_high = narrowed(low, at_low, high, at_high, first, reached & 0xFFFF, wanted)
         low, at_low, high, at_high = narrowed(low, at_low, high, at_high, second, reached >> 16, wanted)
@@ -158,6 +163,7 @@ def write_chosen(
     that comes back is for all scores, if x has the largest of each group of them. LIST: numbers of the groups, of GROUP
     scores each, that x [SIZE] has; None: x has all, and the numbers are 0 and on.
     """
+    TWICE: tl.constexpr = SIZE > FEW
     largest = x if BOUNDED else tl.max(tl.reshape(x, (SIZE // SUB, SUB)), 1)
     high, _ = ordered(tl.max(largest, 0))
     high += 1
@@ -166,11 +172,13 @@ def write_chosen(
         at_low = tl.sum((largest >= score_of(low)).to(tl.int32), 0)
         least, _ = ordered(tl.min(tl.where(largest >= score_of(low), largest, float("inf")), 0))
         low = tl.where(at_low >= wanted, least, low)
-        low, at_low, upper, at_upper = kth_score(largest, low, at_low, high, at_low * 0, wanted, wanted // 8, ASM)
+        low, at_low, upper, at_upper = kth_score(
+            largest, low, at_low, high, at_low * 0, wanted, wanted // 8, TWICE, ASM
+        )
         guess = fewer_than(low, at_low, upper, at_upper, wanted, ASM)
     reached = reach_both(x, low, guess)
     low, reached, high, above = narrowed(low, reached & 0xFFFF, high, reached * 0, guess, reached >> 16, wanted)
-    key, reached, high, above = kth_score(x, low, reached, high, above, wanted, slack, ASM)
+    key, reached, high, above = kth_score(x, low, reached, high, above, wanted, slack, TWICE, ASM)
     bound = score_of(key)
     chosen = tl.minimum(reached, wanted + slack)
     if reached > chosen:
@@ -264,7 +272,7 @@ def choose_groups_kernel(
     scores = tl.multiple_of(SCORES + row * score_stride, 16)
     maxima, lists, out = MAXIMA + row * group_stride, LISTS + row * list_stride, OUT + row * out_stride
     wait_prior_grid(PDL)
-    launch_dependents_of_few(tl.num_programs(0), PDL)
+    launch_dependents_of_few(tl.num_programs(0), 0, PDL)
     count = tl.maximum(count_of(LENS, row, max_entries, 1), 0)
     last: tl.constexpr = MIDDLE * EACH if MIDDLE > 0 else DIRECT if DIRECT > 0 else SHORT if SHORT > 0 else -1
     if SHORT > 0:  # noqa: SIM102 - one is a constant
@@ -316,9 +324,9 @@ def score_groups_kernel(
     2 * EACH, of those that are seen and no NaN, -inf if none is.
     """
     wait_prior_grid(PDL)
-    launch_dependents_of_few(tokens, PDL)
     token = tl.program_id(0) % tokens
     count = count_of(LENS, token, limit, 1)
+    launch_dependents_of_few(tokens, count, PDL)
     span = tl.cdiv(tl.cdiv(tl.maximum(count, 0), BLOCK), splits) * BLOCK
     begin = tl.program_id(0) // tokens * span
     head = tl.arange(0, HEADS)

@@ -386,7 +386,7 @@ BUGS = {
     "one place further": ("tl.cumsum(reaches.to(tl.int32), 0) - 1", "tl.cumsum(reaches.to(tl.int32), 0)"),
     "nothing after the last": ("column >= chosen", "column >= wanted"),
     "a group too few": ("groups = (count + (GROUP - 1)) // GROUP", "groups = count // GROUP"),
-    "a bound too high": ("wanted // 8, ASM)", "0, ASM)\n        low += 1 << 22"),
+    "a bound too high": ("        guess = fewer", "        low += 3 << 22\n        guess = fewer"),
     "a bound of few groups": ("tl.where(at_low >= wanted, least, low)", "tl.where(at_low > 0, least, low)"),
     "a guess counts twice": ("reached * 0, guess, reached >> 16", "reached * 0, guess, reached >> 15"),
     "NaN are counted": ("(largest >= score_of(low))", "(tl.maximum(largest, -3e38) >= -3e38)"),
@@ -417,7 +417,9 @@ OF_CALLS = {
 @interpreted
 @pytest.mark.parametrize("name", ["", *BUGS])
 def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
-    text = inspect.getsource(kernels_group_select)
+    # two guesses a step for these few numbers too, as kernels have it for many; other tests have one
+    text = inspect.getsource(kernels_group_select).replace("FEW = tl.constexpr(2048)", "FEW = tl.constexpr(0)")
+    assert "FEW = tl.constexpr(0)" in text
     if name:
         right, wrong = BUGS[name]
         assert text.count(right) == 1, f"the kernels no longer say {right!r} once"

@@ -324,7 +324,7 @@ def order_kernel(
     """
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, N)
     wait_prior_grid(PDL)
-    launch_dependents_of_few(tl.num_programs(0), PDL)
+    launch_dependents_of_few(tl.num_programs(0), 0, PDL)
     seen = tl.minimum(tl.maximum(tl.load(LENS + row), 0), max_entries)
     block = tl.load(CANDIDATES + row * candidate_stride + column, mask=column < num_candidates, other=-1)
     none: tl.constexpr = 0x7FFFFFFF
@@ -378,9 +378,9 @@ def score_blocks_kernel(
     """
     BLOCK: tl.constexpr = FORM.block
     wait_prior_grid(PDL)
-    launch_dependents_of_few(tokens, PDL)
     token = tl.program_id(0) % tokens
     count, seen = tl.load(COUNTS + token), tl.minimum(tl.load(LENS + token), limit)
+    launch_dependents_of_few(tokens, seen, PDL)
     span = tl.cdiv(tl.cdiv(count, BLOCK), splits) * BLOCK
     begin = tl.program_id(0) // tokens * span
     if begin < count:
@@ -451,10 +451,10 @@ def score_kernel(
     token = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
     live = token < tokens
     wait_prior_grid(PDL)
-    launch_dependents_of_few(tokens, PDL)
     lens = tl.minimum(tl.load(LENS + token, mask=live, other=0), limit)
     first = None if FIRST is None else tl.load(FIRST + token, mask=live, other=0)
     most = tl.max(tl.where(live, lens, 0), 0)
+    launch_dependents_of_few(tokens, most, PDL)
     # of what is there, or is filled
     if groups > 0:
         run = power_of(run * BLOCK, most, groups, alone, FORM.lanes) // BLOCK

@@ -413,7 +413,7 @@ def list_kernel(
     """
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     wait_prior_grid(PDL)
-    launch_dependents_of_few(tl.num_programs(0) // parts, PDL)
+    launch_dependents_of_few(tl.num_programs(0) // parts, 0, PDL)
     count = count_of(LENS, row, max_entries, unit)
     chunk = chunk_of(count, parts, least)
     begin = part * chunk
@@ -460,7 +460,7 @@ def choose_kernel(
     scores = tl.multiple_of(SCORES + row * score_stride, ALIGNED)
     out = OUT + row * out_stride
     wait_prior_grid(PDL)
-    launch_dependents_of_few(tl.num_programs(0), PDL)
+    launch_dependents_of_few(tl.num_programs(0), 0, PDL)
     count = count_of(LENS, row, max_entries, unit)
     if LONG:
         if count <= BLOCK:
