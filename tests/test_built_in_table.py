@@ -110,6 +110,7 @@ def test_a_wrong_option_in_its_settings_is_answered_with_those_it_has(copy: Path
     assert "unknown option 'tunings'; did you mean 'tuning'?" in " ".join(done.stdout.split()), done.stdout
 
 
+@pytest.mark.matrix
 def test_the_lists_that_tests_use_have_it(copy: Path) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     code = f"""

@@ -97,6 +97,7 @@ def test_every_width_counts_all_its_columns_by_the_same_lengths(launched: list[A
     assert all(int(lens_tensor.min()) >= 300 for lens_tensor in lens)
 
 
+@pytest.mark.matrix
 def test_memory_without_maxima_grows_to_twice_the_longest_at_most(launched: list[AttentionCall]) -> None:
     wrapper = SparseMLASm120Wrapper()
     run(wrapper, 1)

@@ -214,6 +214,7 @@ def test_a_file_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPat
         load_backend("triton")
 
 
+@pytest.mark.matrix
 def test_a_traced_backend_keeps_the_contract(traced_lines: Lines) -> None:
     cases = [case for case in chosen(CASES, None) if case.name in KIT_CASES]
     result = conform(Subject.named("reference", device="cpu"), cases)

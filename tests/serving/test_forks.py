@@ -87,6 +87,7 @@ def test_a_fork_of_any_length_goes_on_as_the_sequence_did(
         assert {0, *range(LENGTH - drafts, LENGTH + 1)} <= forks.keys()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("geometry", "layout"), [(WIDE_V41, FP32_V41), (SMALL, FP32)], ids=["v41", "v4"])
 def test_what_is_kept_continues_in_another_manager_at_every_length(
     geometry: ModelGeometry, layout: KVCacheLayout

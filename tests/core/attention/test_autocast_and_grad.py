@@ -69,6 +69,7 @@ def streams_of(mixes: HyperConnections, streams: Tensor) -> list[Tensor]:
     return [post, comb, hidden, first, *delayed, *after, *again, *whole]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_hyper_connections_under_autocast_have_the_bits_that_they_have_without(compiler: str | None) -> None:
     torch._dynamo.reset()

@@ -123,6 +123,7 @@ def test_g16_the_end_of_a_context_of_a_million_tokens_equals_the_oracle(
         scenario.check(REFERENCE_FORMS[form])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "prompt",
     [(70_000, 21), pytest.param((LAST - 20, 21), marks=pytest.mark.slow)],  # as many entries again for the oracle

@@ -250,6 +250,7 @@ def test_two_ranks_add_up_to_one(tmp_path: Path) -> None:
         assert off(parts[0], args.answer()) > 0.1
 
 
+@pytest.mark.matrix
 def test_rows_are_added_in_the_order_of_ranks(tmp_path: Path) -> None:
     """Of three ranks, as two numbers have one sum: the same bits on all ranks, for all rows at once and for some."""
     run_ranks(add_rows, 3, str(tmp_path), size=3)

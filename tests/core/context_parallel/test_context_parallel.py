@@ -45,6 +45,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Failed:
     return of
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("size", "case"), REPLAYED)
 def test_a_replay_over_ranks_is_checked_on_each(failed: Failed, case: str, size: int) -> None:
     assert failed(size, case) == {}

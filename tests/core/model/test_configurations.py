@@ -428,6 +428,7 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.matrix
 @settings(max_examples=300)
 @given(FIELDS)
 def test_any_parameters_are_read_as_transformers_reads_them_or_refused(changes: dict[str, Any]) -> None:

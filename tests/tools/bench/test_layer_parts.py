@@ -157,6 +157,7 @@ def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: L
     assert min(decode.contexts) // 4 > 512
 
 
+@pytest.mark.matrix
 def test_the_step_that_is_timed_stores_the_entries_that_its_legend_names(monkeypatch: pytest.MonkeyPatch) -> None:
     case = LayerCase(LayerKind.CSA, 9, 1, 16)
     stored: list[int] = []

@@ -260,6 +260,7 @@ def test_no_text_is_cut_at_an_edge(drawn: dict[str, Any]) -> None:
             assert min(x0, y0, width - x1, height - y1) > 2, (name, text.get_text())
 
 
+@pytest.mark.matrix
 def test_no_text_covers_another(drawn: dict[str, Any]) -> None:
     for name, figure in drawn.items():
         boxes = [(text.get_text(), box(text)) for text in texts_of(figure)]

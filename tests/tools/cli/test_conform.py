@@ -99,6 +99,7 @@ def test_the_certificate_is_written_where_it_is_asked_for(machine: Machine) -> N
     assert summary["sha256"] == hashlib.sha256(Path("c.json").read_bytes()).hexdigest()
 
 
+@pytest.mark.matrix
 def test_a_whole_run_writes_its_certificate_unasked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4attn.testing.cases import table as cases
 

@@ -132,6 +132,7 @@ def test_a_writer_that_would_round_to_fp4_first_is_refused_before_anything_is_wr
     assert not cache.tensor.any()
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not INTERPRETED, reason="a slow sweep, which needs no device")
 def test_the_fp4_scale_of_every_bf16_maximum_is_that_of_the_reference() -> None:
     rng = Random(0)

@@ -194,6 +194,7 @@ def trials(seeds: range, prepare: Any, pairs: list[tuple[int, int | None]] = PAI
         )
 
 
+@pytest.mark.matrix
 def test_two_launches_fill_what_the_separate_steps_fill() -> None:
     assert trials(range(3), fill.prepare_rows)
 

@@ -31,6 +31,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return told_by("-W", "error", program, cache=tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_kernel_compiles_for_every_target_without_a_driver(facts: dict[str, Any], name: str) -> None:
     needed = facts["every_target"][name]

@@ -32,6 +32,7 @@ def compiled(*targets: str) -> dict[str, list[dict[str, Any]]]:
     return outcomes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.slow if t in TWINS else ()) for t in TARGETS])
 def test_the_fullest_kernels_keep_every_limit(target: str) -> None:
     kernels = compiled(*(name for name in CASES if (name in TWINS) == (target in TWINS)))[target]

@@ -17,6 +17,7 @@ from tests.programs import ROOT, told_by
 PROGRAM = "tests.backends._triton.compiling.replaced_helpers"
 
 
+@pytest.mark.matrix
 def test_kernels_read_no_name_that_others_can_replace(tmp_path: Path) -> None:
     """Two planted files show that it is found: a name of `triton`, and one that was imported from there."""
     text = Path(kernels_norms.__file__).read_text(encoding="utf-8")

@@ -28,6 +28,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return told_by("-W", "error", program, cache=tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("form", "compiled"),
     [

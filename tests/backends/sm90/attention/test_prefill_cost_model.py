@@ -138,6 +138,7 @@ def test_each_chunk_has_the_result_of_pages_or_of_rows(kind: LayerKind, monkeypa
             assert (left.float() - right.float()).norm() <= 4e-3 * right.float().norm()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("answer", [True, False])
 @pytest.mark.parametrize("pair", [False, True])
 def test_core_asks_with_the_lengths_of_the_chunk(*, answer: bool, pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ def served(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> s
     return {"gluon" if "BT" in dict(variant.constants) else variant.name for variant in seen}
 
 
+@pytest.mark.matrix
 def test_which_kernel_serves_a_decode() -> None:
     few = Trial(layouts=(OCP,), widths=(130,), tokens=1, heads=3, seed=42)
     coded = evolve(few, layouts=(CODED[WITHIN],))
