@@ -32,6 +32,7 @@ class Engine:
     scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active.
     kernels: where it looks for compiled kernels of Triton: a variable with a folder, its default, a folder inside.
     options: those that its wheel sets for backends that have them.
+    least_heads: heads of q, at least. It fills a rank's heads up to so many.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Engine:
     scope: str
     kernels: tuple[str, str, str]
     options: Mapping[str, str] = {}
+    least_heads: int = 1
 
     @property
     def wheel(self) -> str:
@@ -102,6 +104,8 @@ SGLANG = Engine(
     lenient=True,
     scope="on GPUs of NVIDIA and Intel, else refused",
     kernels=("SGLANG_CACHE_DIR", "~/.cache/sglang", "triton"),
+    # of FlashMLA, whose functions the wheel replaces
+    least_heads=64,
 )
 ENGINES = (VLLM, SGLANG)
 

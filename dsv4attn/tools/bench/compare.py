@@ -87,8 +87,9 @@ class Comparison:
 
     @property
     def speed(self) -> float | None:
-        """Geometric mean of old time by new time; above 1 is faster."""
-        logs = [log(change.old / change.new) for change in self.changes if change.new]
+        """Geometric mean of old time by new time, without the host's; above 1 is faster."""
+        on_device = [change for change in self.changes if not change.case.startswith(HOST)]
+        logs = [log(change.old / change.new) for change in on_device if change.new]
         return exp(sum(logs) / len(logs)) if logs else None
 
     @property
@@ -129,8 +130,8 @@ def _other_rows(times: Sequence[Mapping[str, Any]]) -> Iterator[BenchRow]:
         case = values.get("case", f"{HOST} {values['layer']}")
         for name, value in values.items():
             what, _, unit = name.rpartition("_")
-            if unit in ("s", "us") and value:
-                seconds = value if unit == "s" else 1e-6 * value
+            if unit in ("s", "us"):
+                seconds = None if value is None else value if unit == "s" else 1e-6 * value
                 yield BenchRow(case.split()[0], f"{case}, {what}", values["by"], MEASURED, median=seconds)
 
 

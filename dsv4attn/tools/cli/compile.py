@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from attrs import asdict, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from dsv4attn.core.cache.key_records import KEY_RECORDS
-from dsv4attn.integrations.engines import ENGINES
+from dsv4attn.integrations.engines import ENGINES, Engine
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     COMPILED_FOR,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.plugins import Registered
 
-__all__ = ["bounds_of", "compile_"]
+__all__ = ["bounds_of", "compile_", "rank_of"]
 
 _SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
 """Words of the summary for each verdict but "ok"."""
@@ -122,6 +122,12 @@ class _Job:
         help="Longest context that is served, as the engine's option of this name has it. Forms of selection in "
         "captured graphs follow from it.  [default: the model's longest context]",
     ),
+    integer(
+        "--num-speculative-tokens",
+        least=0,
+        default=0,
+        help="Draft tokens that each request verifies in a decode step, as the engine's option of this name has it.",
+    ),
     OPTION,
     text("--kernel", "kernels", multiple=True, help="Kernel to compile; may be repeated.  [default: all]"),
     text(
@@ -149,6 +155,7 @@ def compile_(
     dtypes: tuple[str, ...],
     tensor_parallel: int,
     max_model_len: int | None,
+    num_speculative_tokens: int,
     backend_options: dict[str, str],
     kernels: tuple[str, ...],
     folder: Path | None,
@@ -174,7 +181,8 @@ def compile_(
       2    bad input
     """  # noqa: D301 - click wants the character
     # names first: torch takes seconds
-    geometry = geometry_of(model).tensor_parallel(tensor_parallel)
+    served = next((known for known in ENGINES if known.package == engine), None)
+    geometry = rank_of(geometry_of(model), tensor_parallel, served)
     longest = longest_context(geometry, max_model_len, geometry.max_position)
     check_request(backend)
     archs = [_arch(name) for name in targets]
@@ -182,7 +190,6 @@ def compile_(
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
-    served = next((known for known in ENGINES if known.package == engine), None)
     if served is not None and folder is None:
         folder = served.kernel_folder()
     if folder is not None:
@@ -190,7 +197,7 @@ def compile_(
         os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
     if DeviceFacts.here("cpu").interpreted:
         ctx.exit(_elsewhere(ctx))
-    bounds = [bounds_of(geometry, dtype, longest) for dtype in dict.fromkeys(dtypes)]
+    bounds = [bounds_of(geometry, dtype, longest, num_speculative_tokens) for dtype in dict.fromkeys(dtypes)]
     _require_triton()
     loaded, failed = _loaded(backend, backend_options, served.options if served else {})
     tasks = _jobs(archs, loaded, bounds, kernels)
@@ -237,6 +244,8 @@ def _require_triton() -> None:
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
         raise click.UsageError("triton is not installed -> pip install 'dsv4attn[triton]'") from error
     require_release()
 
@@ -253,8 +262,6 @@ def _jobs(
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
     chosen = [Target.of(arch) for arch in archs]
-    if not loaded:
-        raise click.UsageError("no backend has kernels to compile; `dsv4attn backends` lists them")
     jobs, names = [], set[str]()
     for target in dict.fromkeys(chosen):
         facts = DeviceFacts.named(target.name)
@@ -324,14 +331,26 @@ def _loaded(
             loaded[name] = (registration, instance)
         elif backend is not None:
             raise ArgumentError("--backend", expected="one with kernels to compile", actual=repr(backend))
+    if not loaded:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
+        raise click.UsageError(f"no backend has kernels to compile; `dsv4attn backends` lists them{reasons}")
     return loaded, failed
 
 
-def bounds_of(geometry: ModelGeometry, dtype: str, max_model_len: int | None = None) -> WarmupSpec:
-    """Bounds of all calls of a model with caches of one type. Kernels do not depend on the size of batches.
+def rank_of(model: ModelGeometry, ranks: int, engine: Engine | None = None) -> ModelGeometry:
+    """A rank's part of a model, with the heads that an engine gives to attention."""
+    rank = model.tensor_parallel(ranks)
+    return rank if engine is None else evolve(rank, num_heads=max(rank.num_heads, engine.least_heads))
+
+
+def bounds_of(
+    geometry: ModelGeometry, dtype: str, max_model_len: int | None = None, num_speculative_tokens: int = 0
+) -> WarmupSpec:
+    """Bounds of all calls of a model with caches of one type. Kernels do not depend on the number of requests.
 
     Rows of tensors are aligned to 16 bytes, as in engines. Variants for other alignments read and write narrower, in
     the same memory. max_model_len: tokens of the longest sequence; None: the model's longest context.
+    num_speculative_tokens: drafts of a request in a decode.
     """
     import torch
 
@@ -341,11 +360,12 @@ def bounds_of(geometry: ModelGeometry, dtype: str, max_model_len: int | None = N
     from dsv4attn.core.contract.warmup import WarmupSpec
 
     dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
-    limits = Limits(256, 8192, max_model_len or geometry.max_position)
+    limits = Limits(256, 8192, max_model_len or geometry.max_position, num_speculative_tokens)
     if dtype in _RECORDS:
         record = KEY_RECORDS[dtype]
         # V4's compressor does not write V4.1's records
-        parts = tuple(part for part in LAYER_PARTS if part != "compressor" or not record.codes_rope)
+        writes = geometry.shared_latent or not record.codes_rope
+        parts = tuple(part for part in LAYER_PARTS if part != "compressor" or writes)
         compressed, window = KVCacheLayout.of_record(dtype, *dims), record.window_record or dtype
         caches = {"swa": KVCacheLayout.of_record(window, *dims)}
         if record.window_record:

@@ -228,7 +228,8 @@ def command_line(ctx: click.Context, *left_out: str) -> list[str]:
         if parameter.is_flag or value == parameter.flag_value:
             words.append(name)
         elif parameter.multiple:
-            words += [word for item in value for word in (name, str(item))]
+            items = [f"{key}={word}" for key, word in value.items()] if isinstance(value, dict) else value
+            words += [word for item in items for word in (name, str(item))]
         else:
             words += [name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return words

@@ -6,12 +6,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from dsv4attn import Backend, KVCacheLayout, Limits, ModelGeometry
 from dsv4attn.compat.direct import PAGE_SIZE, CallKind, plan
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
+from dsv4attn.integrations.engines import SGLANG
 from dsv4attn.selection import explain
 from dsv4attn_sglang import attention, functions, gather, indexer, parts, records
 from dsv4attn_sglang.guard import LOG, RefusedError
@@ -99,7 +101,7 @@ def bounds_of(runner: Any, served_parts: Collection[str]) -> WarmupSpec:  # noqa
     model = ModelGeometry.from_config(config.hf_text_config, name="the model")
     ratios = [*pool.present_ratios]
     return WarmupSpec.of(
-        model,
+        evolve(model, num_heads=_heads(runner), o_groups=max(model.o_groups // _ranks(), 1)),
         Limits(max_num_reqs=256, max_num_batched_tokens=8192, max_model_len=config.context_len),
         swa=records.LAYOUTS[pool.kv_layout.value],
         compressed=records.LAYOUTS[pool.compressed_kv_layout(ratios[0]).value] if ratios else None,
@@ -185,13 +187,19 @@ def _check_caches(pool: Any) -> None:  # noqa: ANN401 - SGLang's DeepSeekV4Token
         )
 
 
-def _heads(runner: Any) -> int:  # noqa: ANN401
-    """Heads of q, which SGLang fills up to 64 for FlashMLA."""
+def _ranks() -> int:
+    """Ranks that divide the heads."""
     from sglang.srt.runtime_context import get_parallel
 
+    size: int = get_parallel().attn_tp_size
+    return size
+
+
+def _heads(runner: Any) -> int:  # noqa: ANN401
+    """Heads of q, which SGLang fills up to 64 for FlashMLA."""
     heads: int = runner.model_config.num_attention_heads
-    local = heads // get_parallel().attn_tp_size
-    return 64 if local <= 64 else heads
+    local = heads // _ranks()
+    return SGLANG.least_heads if local <= SGLANG.least_heads else heads
 
 
 _Call = tuple[Phase, str, tuple[tuple[int, int], ...], tuple[KVCacheLayout, ...]]

@@ -17,7 +17,8 @@ from small_v41 import SIZES_V41, write_configuration
 
 from dsv4attn import ModelGeometry, load_backend
 from dsv4attn.core.contract.device import DeviceFacts
-from dsv4attn.tools.cli.compile import bounds_of as compiled_bounds
+from dsv4attn.integrations.engines import SGLANG
+from dsv4attn.tools.cli.compile import bounds_of, rank_of
 
 
 @pytest.fixture
@@ -97,8 +98,11 @@ def test_what_sglang_returns_is_read_as_log_probabilities(*, of_prompts: bool) -
         figures([seen[1:]], [answer])
 
 
-def test_kernels_of_attention_and_selection_are_compiled_before_the_first_request(folders: dict[str, Path]) -> None:
-    from dsv4attn_sglang.serving import bounds_of
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_kernels_of_attention_and_selection_are_compiled_before_the_first_request(
+    ranks: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsv4attn_sglang import serving
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     pool = SimpleNamespace(
@@ -107,19 +111,22 @@ def test_kernels_of_attention_and_selection_are_compiled_before_the_first_reques
         compressed_kv_layout=lambda _: SimpleNamespace(value="v4"),
         get_swa_key_page_size=lambda: 256,
     )
-    config = SimpleNamespace(hf_text_config=get_config(str(folders["mtp"]), trust_remote_code=False), context_len=4096)
+    text_config = get_config(str(folders["mtp"]), trust_remote_code=False)
+    config = SimpleNamespace(hf_text_config=text_config, context_len=4096, num_attention_heads=64)
+    monkeypatch.setattr(serving, "_ranks", lambda: ranks)
     runner = SimpleNamespace(token_to_kv_pool=pool, model_config=config)
 
     model, kernels = ModelGeometry.from_config(str(folders["mtp"])), {}
     for parts in (("indexer", "gather"), ()):
-        bounds = bounds_of(runner, parts)
+        bounds = serving.bounds_of(runner, parts)
         assert [layer.kind.value for layer in bounds.layers] == ["swa", "c4a", "c128a"]
         assert (bounds.layers[1].topk, bounds.layers[0].num_heads, bounds.swa.record_bytes) == (512, 64, 584)
         for name, target in (("triton", "sm_80"), ("sm90", "sm_90")):
             backend, device = load_backend(name), DeviceFacts.named(target)
             variants = backend.kernel_variants(bounds, device)
-            # an image has all of them: `dsv4attn compile --model FOLDER --max-model-len 4096`
-            assert {*variants} <= {*backend.kernel_variants(compiled_bounds(model, "e4m3fn", 4096), device)}
+            # `dsv4attn compile --engine sglang --model FOLDER --tensor-parallel RANKS --max-model-len 4096`
+            image = bounds_of(rank_of(model, ranks, SGLANG), "e4m3fn", 4096)
+            assert {*variants} <= {*backend.kernel_variants(image, device)}
         kernels[parts] = {variant.name for variant in variants}
     of_selection = {"choose_groups_kernel", "score_groups_kernel", "score_kernel", "choose_kernel"}
     assert kernels["indexer", "gather"] - kernels[()] == of_selection

@@ -24,8 +24,8 @@ from dsv4attn_vllm.parts import INDEXER, VARIABLE
 
 __all__ = ["UNKNOWN", "Recorder", "check_entries", "folder_of_entries", "recorder_of", "write_entries"]
 
-_WARM_UP = ("_warmup_", "_v2_mixed_warmup_")
-"""How the names of requests begin by which vLLM warms up its kernels on a GPU (`vllm/v1/worker/gpu/warmup.py`)."""
+_WARM_UP = re.compile(r"_warmup_\d+_|_v2_mixed_warmup_(decode|prefill)_")
+"""Names of requests by which vLLM warms up its kernels on a GPU (`vllm/v1/worker/gpu/warmup.py`)."""
 UNKNOWN = -2
 """In the row of a token whose entries nobody recorded: its block came from a connector, as for an offloaded cache."""
 
@@ -130,7 +130,7 @@ class Recorder:
     def write(self, name: str, states: Any) -> None:  # noqa: ANN401 - vLLM's RequestState
         """Write the file of a request, while vLLM knows its tokens. Requests of vLLM's warm-up have none."""
         slot = states.req_id_to_index.get(name)
-        if slot is None or name not in self._requests or name.startswith(_WARM_UP):
+        if slot is None or name not in self._requests or _WARM_UP.fullmatch(name):
             return
         blocks, run = self._requests[name]
         count = int(states.total_len.gpu[slot])

@@ -28,14 +28,14 @@ initialize_inductor_cache(tempfile.mkdtemp())
 assert os.environ["TRITON_CACHE_DIR"] == folder, "docs/engines.md says that vLLM keeps it"
 for target, name in (("sm_80", "triton"), ("sm_90", "sm90")):
     backend, variants, image = load_backend(name, projection="fp8"), [], []
-    layout, index, limits = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.index_fp8(), Limits(64, 1024, 2**20)
+    layout, index, limits = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.index_fp8(), Limits(64, 1024, 2**20, 2)
     for model, parts in (("flash", PARTS), ("deepseek-v4.1-flash", (COMPRESSOR, INDEXER))):
         sizes = ModelGeometry.preset(model), limits, "cuda"
         served = Serving(*sizes, backend, layout, layout, index, frozenset(parts))
         device = DeviceFacts.named(target)
         variants += backend.kernel_variants(served.bounds(), device)
         # what `dsv4attn compile` puts into an image
-        image += backend.kernel_variants(bounds_of(ModelGeometry.preset(model), "e4m3fn"), device)
+        image += backend.kernel_variants(bounds_of(ModelGeometry.preset(model), "e4m3fn", None, 2), device)
     assert {{*variants}} <= {{*image}}
     said[target] = compile_each(variants, target)
 print()

@@ -84,7 +84,7 @@ def test_across_machines_nothing_is_a_regression() -> None:
 
 
 def test_whole_layers_and_the_host_are_compared() -> None:
-    def measured(layer: float, host: float) -> Run:
+    def measured(layer: float | None, host: float) -> Run:
         whole = {"by": "ours", "case": "layer swa", "layer": "swa", "plain_s": layer, "deterministic_s": None}
         return run([], layers=(whole,), host=({"by": "ours", "layer": "swa", "plain_us": host, "plain_percent": 9.0},))
 
@@ -95,6 +95,11 @@ def test_whole_layers_and_the_host_are_compared() -> None:
     ]
     assert len(compare(measured(1e-4, 20), measured(1.04e-4, 39)).of("same")) == 2
     assert len(compare(measured(1e-4, 20), measured(0.9e-4, 9)).of("faster")) == 2
+    # the host's time does not count: it varies too much
+    assert compare(measured(1e-4, 20), measured(2e-4, 1)).speed == pytest.approx(0.5)
+    lost = compare(measured(1e-4, 20), measured(None, 20))
+    assert [change.case for change in lost.of("lost")] == ["layer swa, plain"]
+    assert not lost.ok
 
 
 def test_speed_is_a_geometric_mean() -> None:

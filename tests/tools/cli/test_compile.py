@@ -236,6 +236,8 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
         (["--target", "sm_90", "--backend", "odd"], "kernel_variants of odd: expected Variants, got str"),
         (["--target", "sm_90", "--backend", "bad"], "no libacme.so"),
         (["--target", "sm_90", "--model", "flas"], "did you mean 'flash'?"),
+        (["--target", "sm_90", "--option", "nope=1"], "them\n  acme: option 'nope' of backend acme: expected"),
+        (["--target", "sm_90", "--max-model-len", "2000000"], "expected at most 1048576, the longest context of"),
     ],
 )
 def test_bad_input_is_code_2(machine: Machine, options: list[str], said: str) -> None:
@@ -290,6 +292,15 @@ def test_kernels_go_where_an_engine_looks_for_them(
     _, lines = machine.run(*command, width=80, **{**unset, **variables})
 
     assert lines[-1].split() == ["ENV", f"TRITON_CACHE_DIR={folder}"]
+    assert sorted(lines[-2].split()) == sorted(["RUN", "dsv4attn", *command])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_line_of_a_dockerfile_has_the_options_of_backends(machine: Machine) -> None:
+    command = ["compile", "--target", "sm_90", "--backend", "sm90", "--engine", "vllm", "--kernel", "gather_kernel"]
+    command += ["--option", "projection=bf16", "--option", "deterministic=true", "--num-speculative-tokens", "2"]
+    _, lines = machine.run(*command, width=200)
+
     assert sorted(lines[-2].split()) == sorted(["RUN", "dsv4attn", *command])
 
 
