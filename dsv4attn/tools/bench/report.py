@@ -310,9 +310,9 @@ def comparison_text(both: Comparison) -> Group:
         if names:
             suffix = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             lines.append(Text(f"{title}: {'; '.join(names[:SHOWN])}{suffix}", style="yellow"))
-    if both.speed is None:
-        lines.append(Text("nothing was measured in both runs", style="yellow"))
+    if both.changes:
+        mean = "" if both.speed is None else f"{both.speed:.3f} of the speed before (geometric mean); "
+        lines.append(Text(f"{mean}{len(both.of('same'))} of {len(both.changes)} rows within noise"))
     else:
-        same = len(both.of("same"))
-        lines.append(Text(f"{both.speed:.3f} of the speed before (geometric mean); {same} rows within noise"))
+        lines.append(Text("nothing was measured in both runs", style="yellow"))
     return Group(*lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -224,10 +225,15 @@ def compile_(
         for task in tasks:
             _show(task)
         _sum_up(tasks, failed)
-        if folder is not None:
-            command = " ".join(["RUN dsv4attn compile", *command_line(ctx)])
-            click.echo(f"in a Dockerfile:\n  {command}\n  ENV TRITON_CACHE_DIR={folder.resolve()}")
+        if folder is not None and all(outcome.resources for task in tasks for outcome in task.outcomes):
+            _show_for_image(ctx, folder.resolve())
     ctx.exit(OK if ok else FAILED)
+
+
+def _show_for_image(ctx: click.Context, folder: Path) -> None:
+    """Print lines of a Dockerfile. They name the folder, as an image may have another home and other variables."""
+    command = shlex.join(["dsv4attn", "compile", *command_line(ctx, "folder"), "--cache", str(folder)])
+    click.echo(f"in a Dockerfile:\n  RUN {command}\n  ENV TRITON_CACHE_DIR={shlex.quote(str(folder))}")
 
 
 def _elsewhere(ctx: click.Context) -> int:
