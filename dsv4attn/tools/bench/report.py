@@ -184,7 +184,7 @@ def layer_tables(layers: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType
     if shown:
         host = all(part["launches"] is None for time in shown for part in time["parts"])
         what = "the host's time" if host else "time of kernels, without gaps between them, on cold caches"
-        yield Text(f"parts: {what}; the sum has mHC, which is around the layer and not in its time")
+        yield Text(f"parts: {what}; mHC, around the layer, counts in the sum only")
         for phase, step in dict.fromkeys((time["phase"], time["step"]) for time in shown):
             counts = dict.fromkeys(
                 f"{time['completing']:,} on {time['layer']}"
