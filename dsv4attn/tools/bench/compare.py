@@ -18,7 +18,7 @@ LEAST = 0.05
 SPREADS = 3
 """Noise threshold, in combined standard spreads of the two runs."""
 HOST = "host"
-"""Rows of this kernel differed by almost a factor of 2 between processes (H200, 2026-11-29): less is not reported."""
+"""Kernel of the host's rows. Less than a factor of 2 is noise, as seen between processes (H200, 2026-11-29)."""
 
 
 @frozen
