@@ -72,12 +72,12 @@ def _spread(median: float, p10: float, p90: float) -> str:
 def run_text(run: Run) -> Group:
     """Head, one table for each kernel, parts of layers, ratios, cliffs."""
     roof = run.roofline
-    fp8 = f", {roof.fp8_flops_s / 1e12:.3g} TFLOP/s (fp8 matrix product)" if roof.fp8_flops_s else ""
+    fp8 = f", {_rate(roof.fp8_flops_s / 1e12)} TFLOP/s (fp8 matrix product)" if roof.fp8_flops_s else ""
     parts: list[RenderableType] = [
         Text(run.title, style="bold"),
         Text(
-            f"roofline of this run: {roof.flops_s / 1e12:.3g} TFLOP/s ({roof.dtype} matrix product), "
-            f"{roof.bytes_s / 1e9:.4g} GB/s (copy, read + written){fp8}; "
+            f"roofline of this run: {_rate(roof.flops_s / 1e12)} TFLOP/s ({roof.dtype} matrix product), "
+            f"{_rate(roof.bytes_s / 1e9)} GB/s (copy, read + written){fp8}; "
             + ("1 round" if run.rounds == 1 else f"medians of {run.rounds} rounds, taken in turn")
         ),
     ]

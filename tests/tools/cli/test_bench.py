@@ -55,7 +55,7 @@ def test_every_time_has_its_error_in_the_same_line(machine: Machine) -> None:
     assert values[:3] == ["flash_swa", "b=2", "reference"]
     assert 0 < float(values[-1]) < 3e-3
     assert any(
-        line.startswith("roofline of this run: 100 TFLOP/s (bfloat16 matrix product), 1000 GB/s") for line in lines
+        line.startswith("roofline of this run: 100 TFLOP/s (bfloat16 matrix product), 1,000 GB/s") for line in lines
     )
 
 
