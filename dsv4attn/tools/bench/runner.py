@@ -129,12 +129,6 @@ class BenchRow:
         values = {**asdict(self), **derived, "best_peer": self.best_peer}
         return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, object]) -> BenchRow:
-        """The inverse of `as_json`. Raises KeyError or TypeError for a missing field."""
-        complete = {"fp8": False, "records": "", "vs_584": None, **values}  # which older files do not have
-        return cls(**{name: complete[name] for name in cls.__annotations__})  # type: ignore[arg-type]
-
 
 _Judged: TypeAlias = "tuple[Contender, float, bool]"
 """A contender, its largest error that is right, and whether it is a peer."""

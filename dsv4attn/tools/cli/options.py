@@ -21,6 +21,7 @@ __all__ = [
     "SAVE",
     "TokenCount",
     "WholeNumber",
+    "backend_option",
     "choice",
     "command_line",
     "flag",
@@ -199,15 +200,22 @@ MODEL = text(
     help="Model: flash, pro, v4.1-flash, or the path of a config.json.",
     shell_complete=complete.models,
 )
-OPTION = text(
-    "--option",
-    "backend_options",
-    metavar="KEY=VALUE",
-    multiple=True,
-    callback=pairs,
-    help="Option of the backend; may be repeated.",
-    shell_complete=complete.backend_options,
-)
+
+
+def backend_option(default: str = "") -> Option:
+    """An option that takes options of the backend. default: in words, for the help."""
+    return text(
+        "--option",
+        "backend_options",
+        metavar="KEY=VALUE",
+        multiple=True,
+        callback=pairs,
+        help="Option of the backend; may be repeated." + (f"  [default: {default}]" if default else ""),
+        shell_complete=complete.backend_options,
+    )
+
+
+OPTION = backend_option()
 
 
 def command_line(ctx: click.Context, *left_out: str) -> list[str]:

@@ -282,6 +282,7 @@ def test_what_got_slower_is_named_with_code_1(machine: Machine, tmp_path: Path) 
     code, lines = machine.run("bench", "--from", new, "--compare", old, width=200)
 
     assert code == 1
+    assert "compared with Toy, torch 2.11, Triton 3.6, dsv4attn 0.1.0, 2026-11-20 12:00 UTC" in lines
     assert "slower: decode flash_c4 b=8, ours: 50.0 us -> 100.0 us (+100.0 %, noise 6.7 %)" in lines
     assert "only before: prefill a t=1, ours" in lines
     assert "only now: gather a 8x1, ours" in lines
