@@ -21,7 +21,8 @@ FEW = tl.constexpr(16)
 FEW_ENTRIES, IN_ALL = tl.constexpr(16384), tl.constexpr(131072)
 """Most entries of such a row, and of all these rows together.
 
-With PDL 1 row of 32,768 entries took 26.3 us and not 20.7 in a graph (`triton`, H200), 8 rows of 65,536 up to 5 us more.
+With PDL 1 row of 32,768 entries took 26.3 us and not 20.7 in a graph, 8 rows of 65,536 up to 5 us more (`triton`,
+H200).
 """
 
 
