@@ -2,8 +2,8 @@
 
 A layer of each kind of DeepSeek-V4-Flash, with random weights of its sizes, decodes a token of some sequences, and
 takes a part of a prompt. Of the sequences of a decode every r-th, and one at least, completes an entry of r tokens.
-Caches hold zeros: times do not depend on what they hold. Results are not judged here: tests and the conformance kit do
-that.
+Index keys are random, since a selection among equal scores takes longer. The other caches hold zeros: times do not
+depend on them. Results are not judged here: tests and the conformance kit do that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from attrs import asdict, evolve, frozen
 from torch import Tensor
 
+from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
@@ -198,6 +199,11 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
     prefixes = list(zip(sequences, case.contexts, strict=True))
     manager.reserve(prefixes)
     manager.advance(prefixes)
+    index_keys = manager.caches[0].index
+    if index_keys is not None:
+        slots = torch.arange(index_keys.num_blocks * index_keys.block_size, device=device)
+        keys = torch.randn(len(slots), geometry.index_head_dim, device=device, dtype=torch.float32)
+        store_index_keys(keys, index_keys, slots)
     requests = [(sequence, case.tokens) for sequence in sequences]
     metadata, positions = manager.metadata(manager.batch(requests)), manager.positions(requests)
     hidden = torch.randn(positions.shape[0], geometry.hidden_size, device=device, dtype=torch.float32).to(

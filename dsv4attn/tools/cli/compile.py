@@ -100,7 +100,8 @@ class _Job:
     ),
     text(
         "--backend",
-        help="Backend whose kernels are compiled.  [default: every backend that runs on the device]",
+        help="Backend whose kernels are compiled.  [default: with --engine those native to the device, which an engine "
+        "chooses from; else every one that runs there]",
         shell_complete=complete.backends,
     ),
     text(
@@ -210,7 +211,7 @@ def compile_(
     bounds = [bounds_of(geometry, dtype, longest, num_speculative_tokens) for dtype in dict.fromkeys(dtypes)]
     _require_triton()
     loaded, failed = _loaded(backend, backend_options, served.options if served else {})
-    tasks = _jobs(archs, loaded, bounds, kernels)
+    tasks = _jobs(archs, loaded, bounds, kernels, natively=served is not None and not backend)
     from dsv4attn.backends._triton.compiling.aot import compile_all
 
     total = sum(len(task.variants) * (1 if task.target.is_cuda else 2) for task in tasks)
@@ -284,8 +285,10 @@ def _jobs(
     loaded: Mapping[str, tuple[Registered, Backend]],
     bounds: Sequence[WarmupSpec],
     kernels: Collection[str],
+    *,
+    natively: bool,
 ) -> list[_Job]:
-    """The jobs. loaded: the backends whose kernels can be compiled."""
+    """The jobs. loaded: the backends whose kernels can be compiled. natively: only for devices they are native to."""
     from dsv4attn.backends._triton.compiling.targets import Target
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.errors import ArgumentError, UnknownNameError
@@ -297,7 +300,7 @@ def _jobs(
         backends_here = {
             name: compiled
             for name, (registration, compiled) in loaded.items()
-            if facts.matches(registration.info.runs_on)
+            if facts.matches(registration.info.native if natively else registration.info.runs_on)
         }
         if not backends_here:
             patterns = sorted({pattern for registration, _ in loaded.values() for pattern in registration.info.runs_on})

@@ -329,6 +329,16 @@ def test_kernels_have_the_names_of_the_table_and_their_own(machine: Machine, com
 
 
 @pytest.mark.usefixtures("compiler")
+def test_an_engine_gets_the_kernels_of_backends_that_it_chooses_from(machine: Machine, tmp_path: Path) -> None:
+    command = ["compile", "--target", "sm_90", "--kernel", "gather", "--cache", str(tmp_path)]
+    _, every = machine.json(*command)
+    _, native = machine.json(*command, "--engine", "vllm")
+
+    assert [job["backend"] for job in native["jobs"]] == ["sm90", "triton"]
+    assert {job["backend"] for job in every["jobs"]} > {"rocm", "sm90", "triton"}
+
+
+@pytest.mark.usefixtures("compiler")
 def test_the_line_of_a_dockerfile_has_the_options_of_backends(machine: Machine, tmp_path: Path) -> None:
     command = ["compile", "--target", "sm_90", "--backend", "sm90", "--engine", "vllm", "--kernel", "gather_kernel"]
     command += ["--option", "projection=bf16", "--option", "deterministic=true", "--num-speculative-tokens", "2"]
