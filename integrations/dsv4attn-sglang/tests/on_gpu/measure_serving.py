@@ -149,7 +149,7 @@ def table_of(report: dict[str, Any]) -> Table:
     for case in report["cases"]:
         row = [f"{case['requests']} x {case['prompt']:,}"]
         for name, (_, decimals) in FIGURES.items():
-            ours, theirs = (case[engine][name] if engine in case else None for engine in ENGINES)
+            ours, theirs = (case.get(engine, {}).get(name) for engine in ENGINES)
             row += [f"{value:,.{decimals}f}" if value else "" for value in (ours, theirs)]
             row.append(f"{ours / theirs:.3f}" if ours and theirs else "")
         table.add_row(*row)
