@@ -19,8 +19,6 @@ from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow, geomeans, pair_means
 from dsv4attn.tools.bench.scaling import Cliff
 
-__all__ = ["SCHEMA", "Machine", "Run", "load", "now", "peer_versions", "this_machine"]
-
 SCHEMA = "dsv4attn-bench/1"
 """Version of the JSON. It changes when a field changes its meaning or is removed."""
 
