@@ -16,8 +16,6 @@ from dsv4attn.tools.bench.context import ContextResult, ContextRun
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import BEST, FAILED, MEASURED, REFUSED, WRONG, BenchRow, geomeans, pair_means
 
-__all__ = ["comparison_text", "context_text", "layer_tables", "run_text"]
-
 _STYLES = {WRONG: "bold red", FAILED: "red", REFUSED: "yellow"}
 SHOWN = 12
 """Lines of each kind of change that are printed; JSON has all."""

@@ -21,8 +21,6 @@ from dsv4attn.tools.bench.saved import structured
 from dsv4attn.tools.bench.scaling import Cliff
 from dsv4attn.tools.bench.whole_layer import LayerTime
 
-__all__ = ["SCHEMA", "Machine", "Run", "load", "now", "peer_versions", "this_machine"]
-
 SCHEMA = "dsv4attn-bench/1"
 """Version of the JSON. It changes when a field changes its meaning or is removed."""
 

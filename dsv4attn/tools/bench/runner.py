@@ -30,19 +30,6 @@ from dsv4attn.tools.bench.peers import Peer
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.whole_layer import LayerCase, layer_time
 
-__all__ = [
-    "BEST",
-    "FAILED",
-    "MEASURED",
-    "REFUSED",
-    "WRONG",
-    "BenchRow",
-    "Runner",
-    "geomeans",
-    "pair_means",
-    "time_what_is_right",
-]
-
 BEST = "the best peer"
 """Stands for the fastest peer of each case in means."""
 MEASURED, WRONG, FAILED, REFUSED = "measured", "wrong", "failed", "refused"

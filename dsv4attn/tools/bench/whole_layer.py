@@ -31,8 +31,6 @@ from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.layer_parts import LayerPart, MarkedBackend, Marks, measured
 
-__all__ = ["LayerCase", "LayerTime", "layer_cases", "layer_time"]
-
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 
 

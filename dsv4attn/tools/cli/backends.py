@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from dsv4attn.plugins import PluginRegistry
     from dsv4attn.selection import Selection
 
-__all__ = ["automatic", "backends", "merged"]
-
 _STYLES = {"automatic": "green", "available": "", "unavailable": "yellow", "denied": "dim", "absent": "yellow"}
 MODEL = "flash"
 """The model whose layers the backends are asked about."""

@@ -11,30 +11,6 @@ import click
 
 from dsv4attn.tools.cli import complete
 
-__all__ = [
-    "DECIDED_BACKEND",
-    "FILTER",
-    "HTML",
-    "JSON",
-    "MODEL",
-    "OPTION",
-    "SAVE",
-    "TokenCount",
-    "WholeNumber",
-    "backend_option",
-    "choice",
-    "command_line",
-    "flag",
-    "integer",
-    "named_words",
-    "number_list",
-    "options",
-    "pairs",
-    "target_file",
-    "text",
-    "token_count",
-]
-
 _LARGEST = 2**31 - 1
 """Largest number that an option without a bound of its own takes: what a 32-bit index can count."""
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -22,8 +22,6 @@ from dsv4attn.integrations.variables import VLLM_ENTRIES
 from dsv4attn_vllm.guard import GUARD, RefusedError, is_before_0_33
 from dsv4attn_vllm.parts import INDEXER, VARIABLE
 
-__all__ = ["UNKNOWN", "Recorder", "check_entries", "folder_of_entries", "recorder_of", "write_entries"]
-
 _WARM_UP = re.compile(r"_(\w+_)?warmup_(\d+|decode|prefill)_")
 """Names of requests by which vLLM warms up its kernels on a GPU (`vllm/v1/worker/gpu/warmup.py` and its callers)."""
 UNKNOWN = -2

@@ -20,19 +20,6 @@ from torch.nn.functional import linear, silu, softplus
 
 from dsv4attn.testing.oracle import attention as oracle
 
-__all__ = [
-    "BUGS_V41",
-    "SIZES_V41",
-    "ReferenceV41",
-    "SharedEntries",
-    "checkpoint_v41",
-    "error_shares_v41",
-    "in_4_bits",
-    "in_8_bits",
-    "saved_v41",
-    "write_configuration",
-]
-
 RATIOS = (0, 2, 2, 1, 1, 1)
 TEXT: dict[str, Any] = {
     "model_type": "deepseek_v41_text",

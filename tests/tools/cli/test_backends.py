@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.tools.cli import main
 from tests.backends.built_in import triton_backends
-from tests.tools.cli.machine import Machine, plugin
+from tests.tools.cli.machine import Machine
+from tests.vendor_wheel import plugin
 
 
 def zoo(machine: Machine) -> None:

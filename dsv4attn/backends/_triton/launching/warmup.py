@@ -25,8 +25,6 @@ from dsv4attn.backends._triton.launching import runtime
 from dsv4attn.backends._triton.launching.runtime import device_context, require_driven
 from dsv4attn.backends._triton.untyped import CompiledKernel
 
-__all__ = ["compiled", "warm"]
-
 _log = logging.getLogger("dsv4attn")
 
 
