@@ -158,7 +158,7 @@ class DeviceFacts:
     def matches(self, patterns: tuple[str, ...]) -> bool:
         """Whether kind or arch matches one of the shell patterns, such as "sm_12*" or "cpu".
 
-        patterns: shell patterns, as in `BackendInfo.native_for`.
+        patterns: shell patterns, as in `BackendInfo.native`.
         """
         return any(fnmatchcase(name, pattern) for name in (self.arch, self.kind) for pattern in patterns)
 

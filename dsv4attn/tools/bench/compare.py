@@ -134,7 +134,7 @@ def _other_rows(times: Sequence[Mapping[str, Any]]) -> Iterator[BenchRow]:
             what, _, unit = name.rpartition("_")
             if unit in ("s", "us"):
                 seconds = None if value is None else value if unit == "s" else 1e-6 * value
-                yield BenchRow(case.split()[0], f"{case}, {what}", values["by"], MEASURED, median=seconds)
+                yield BenchRow(case.partition(" ")[0], f"{case}, {what}", values["by"], MEASURED, median=seconds)
 
 
 def _change(old: BenchRow, new: BenchRow) -> Change:

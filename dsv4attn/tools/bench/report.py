@@ -47,7 +47,7 @@ def _table(
         # never cut off: a narrow terminal folds the line instead
         wide = max(len(line[i]) for line in (headings, *lines))
         total = sums[i] if sums else ""
-        table.add_column(heading, total, justify="left" if i < words else "right", no_wrap=True, min_width=wide)
+        table.add_column(Text(heading), total, justify="left" if i < words else "right", no_wrap=True, min_width=wide)
     first_above = None
     for i, (first, *rest) in enumerate(lines):
         cells = ["" if first == first_above else first, *rest]

@@ -173,7 +173,7 @@ def load(path: Path, option: str) -> Run:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(option, expected=expected, actual=f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(option, expected=expected, actual=f"{path}, which is no JSON: {error}") from error
     schema = saved.get("schema") if isinstance(saved, dict) else None
     if schema != SCHEMA:

@@ -359,7 +359,7 @@ def geomeans(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], float]:
     for row in rows:
         kernel = row.series or row.kernel
         best = {BEST: row.vs_best} if row.vs_best and kernel in several else {}
-        for peer, ratio in {**row.vs, **best}.items():
+        for peer, ratio in filter(all, {**row.vs, **best}.items()):
             logs.setdefault((kernel, row.by, peer), []).append(log(ratio))
     return {key: exp(sum(values) / len(values)) for key, values in logs.items()}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
-from math import isfinite
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -36,7 +36,7 @@ def structured(kind: Any, value: Any, field: str = "") -> Any:  # noqa: ANN401 -
         return tuple(structured(args[0], item, f"{field}[{i}]") for i, item in enumerate(value))
     if origin is Mapping and isinstance(value, dict):
         return {name: structured(args[1], item, f"{field}.{name}") for name, item in value.items()}
-    is_number = type(value) in (int, float) and isfinite(value) and value >= 0
+    is_number = type(value) in (int, float) and 0 <= value <= sys.float_info.max
     if kind is object or (is_number if kind is float else type(value) is kind):
         return value
     expected = _WORDS.get(kind, "a list" if origin is tuple else "an object")

@@ -71,7 +71,7 @@ class _Job:
     def __str__(self) -> str:
         """One line."""
         count, unit = len(self.outcomes), "SM" if self.target.is_cuda else "CU"
-        kernels = f"{count} kernel{'s' if count > 1 else ''} of {self.backend} for {self.target.name}"
+        kernels = f"{count} kernel{'s' * (count != 1)} of {self.backend} for {self.target.name}"
         needed = [outcome.resources for outcome in self.outcomes if outcome.resources]
         if self.faulty or not needed:
             verdicts = [outcome.verdict for outcome in self.faulty]
@@ -297,13 +297,10 @@ def _jobs(
     jobs, names, wanted = [], set[str](), {_short(name) for name in kernels}
     for target in dict.fromkeys(chosen):
         facts = DeviceFacts.named(target.name)
-        backends_here = {
-            name: compiled
-            for name, (registration, compiled) in loaded.items()
-            if facts.matches(registration.info.native if natively else registration.info.runs_on)
-        }
+        devices = {name: r.info.native if natively else r.info.runs_on for name, (r, _) in loaded.items()}
+        backends_here = {name: compiled for name, (_, compiled) in loaded.items() if facts.matches(devices[name])}
         if not backends_here:
-            patterns = sorted({pattern for registration, _ in loaded.values() for pattern in registration.info.runs_on})
+            patterns = sorted({pattern for patterns in devices.values() for pattern in patterns})
             expected = f"a device of {' or '.join(loaded)}: {', '.join(patterns)}"
             raise ArgumentError("--target", expected=expected, actual=target.name)
         for name, compiled in backends_here.items():

@@ -15,7 +15,7 @@ from dsv4attn.tools.bench.compare import compare
 from dsv4attn.tools.bench.result import SCHEMA, Run, load, peer_versions
 from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow
 from dsv4attn.tools.bench.scaling import SERIES, Cliff, cliffs, scaling_cases
-from tests.tools.bench.sample_runs import HERE, row, run
+from tests.tools.bench.sample_runs import HERE, ROOF, row, run
 
 
 def states(old: BenchRow, new: BenchRow) -> list[str]:
@@ -136,6 +136,7 @@ def test_an_error_that_is_no_number_is_null(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("", "which is no JSON"),
+        ("[" * 100_000, "which is no JSON"),
         ("[1, 2]", "schema None"),
         ('{"schema": "dsv4attn-bench/99"}', "schema dsv4attn-bench/99 -> measure again"),
         (f'{{"schema": "{SCHEMA}", "machine": {{"name": "Toy"', "which is no JSON"),
@@ -168,6 +169,7 @@ LAYER |= {
         ({"rows": None}, "rows is null instead of a list"),
         ({"rows": [{**row().as_json(), "median": "fast"}]}, 'rows[0].median is "fast" instead of a number from 0 on'),
         ({"rows": [row().as_json(), {**row().as_json(), "p90": -1}]}, "rows[1].p90 is -1 instead of a number"),
+        ({"roofline": {**asdict(ROOF), "bytes_s": 10**400}}, "roofline.bytes_s is 1000"),
         ({"rows": [{**row().as_json(), "vs": {"p": True}}]}, "rows[0].vs.p is true instead of a number"),
         ({"machine": []}, "machine is [] instead of an object"),
         ({"machine": {**asdict(HERE), "threads": 1.5}}, "machine.threads is 1.5 instead of a whole number"),

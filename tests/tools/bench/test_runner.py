@@ -319,7 +319,8 @@ def test_a_step_is_compared_with_its_bare_products() -> None:
 
 
 def test_geometric_means_are_by_kernel_and_peer() -> None:
-    values = geomeans([row(vs={"p": 2.0}), row("decode x b=1", vs={"p": 8.0}), row("prefill x t=1", vs={"p": 3.0})])
+    rows = [row(vs={"p": 2.0}), row("decode x b=1", vs={"p": 8.0}), row("prefill x t=1", vs={"p": 3.0})]
+    values = geomeans([*rows, row("mhc a", vs={"p": 0.0})])
     assert values == {("decode", "ours", "p"): pytest.approx(4.0), ("prefill", "ours", "p"): pytest.approx(3.0)}
 
 

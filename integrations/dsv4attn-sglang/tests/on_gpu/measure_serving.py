@@ -75,7 +75,10 @@ def model_folder(kinds: list[str], experts: int) -> str:
 
 
 def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
-    """What an engine's process does: serve each (prompts, tokens) that arrives, and send the seconds."""
+    """What an engine's process does: serve each (prompts, tokens) that arrives, and send the seconds.
+
+    It ends when the other end of the link is closed, also by an error of the measurement, which waits for it.
+    """
     os.environ.update(environment)
     with open(log, "w") as file:  # noqa: PTH123 - a path that travels as text
         for stream in (1, 2):
@@ -84,8 +87,11 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
 
     engine = Engine(**options)
     link.send(None)
-    while (work := link.recv()) is not None:
-        prompts, tokens = work
+    while True:
+        try:
+            prompts, tokens = link.recv()
+        except EOFError:
+            break
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         begin = time.perf_counter()
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
@@ -160,8 +166,8 @@ def table_of(report: dict[str, Any]) -> Table:
 @click.option("--layers", default=LAYERS, show_default=True, help="kinds of layers, with spaces between them")
 @click.option("--experts", default=32, show_default=True, help="in a layer")
 @click.option("--cases", default="8x1024,64x1024,256x1024,8x8192", show_default=True, help="REQUESTSxTOKENS")
-@click.option("--tokens", default=64, show_default=True, help="that each request generates")
-@click.option("--turns", default=3, show_default=True, help="of each engine, after one that is not counted")
+@click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="that each request generates")
+@click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="counted turns of each engine")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
 @click.option("--only", type=click.Choice(ENGINES), help="one engine alone")
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
@@ -185,7 +191,7 @@ def main(
     """See the module."""
     import torch
 
-    kinds = layers.split()
+    kinds, shapes = layers.split(), [tuple(map(int, case.split("x"))) for case in cases.split(",")]
     options = {
         "model_path": model_folder(kinds, experts),
         "skip_tokenizer_init": True,
@@ -223,7 +229,7 @@ def main(
     links: dict[str, Connection] = {}
     # one after the other: an engine measures the memory that is free while it starts
     for name in [only] if only else ENGINES:
-        link = started(name, options, folder)
+        link = click.get_current_context().with_resource(started(name, options, folder))
         try:
             if not link.poll(start_limit):
                 raise click.ClickException(f"{name}: not ready after {start_limit:.0f} s, see {folder / name}.log")
@@ -232,14 +238,17 @@ def main(
             print(f"{name}: did not start, see {folder / name}.log", file=sys.stderr, flush=True)
         else:
             links[name] = link
-    for case in cases.split(","):
-        count, length = map(int, case.split("x"))
-        report["cases"].append({"requests": count, "prompt": length, **measured(links, count, length, tokens, turns)})
+    if not links:
+        raise click.ClickException("no engine started")
+    for count, length in shapes:
+        try:
+            figures = measured(links, count, length, tokens, turns)
+        except (EOFError, OSError) as error:
+            raise click.ClickException(f"{count}x{length}: an engine ended, see {folder}") from error
+        report["cases"].append({"requests": count, "prompt": length, **figures})
         print(json.dumps(report["cases"][-1]), file=sys.stderr, flush=True)
         if out:
             out.write_text(json.dumps(report, indent=1) + "\n")
-    for link in links.values():
-        link.send(None)
     Console(width=160).print(table_of(report))
 
 
