@@ -139,7 +139,7 @@ def layer_cases(heads: Sequence[int] = (), *, small: bool) -> list[LayerCase]:
         if count not in ranks:
             raise ArgumentError("--heads", expected=f"heads of a rank's layer, {sorted(ranks)}", actual=count)
     shapes = ((1, 1, 4096), (1, 16, 4096)) if small else ((64, 1, 8192), (1, 2048, 8192))
-    layers = [(kind, count) for kind in LayerKind for count in heads or ranks[:1]]
+    layers = [(kind, count) for kind in LayerKind for count in dict.fromkeys(heads or ranks[:1])]
     return [LayerCase(kind, *shape, count) for kind, count in layers for shape in shapes]
 
 

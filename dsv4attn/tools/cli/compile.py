@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import asdict, evolve, field, frozen
 
+from dsv4attn.config import AUTO, PHASES, load_settings
 from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.integrations.engines import ENGINES, VLLM, Engine
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
@@ -100,8 +101,8 @@ class _Job:
     ),
     text(
         "--backend",
-        help="Backend whose kernels are compiled.  [default: with --engine those native to the device, which an engine "
-        "chooses from; else every one that runs there]",
+        help="Backend whose kernels are compiled.  [default: with --engine those of DSV4ATTN_BACKEND or dsv4attn.toml, "
+        "else those native to the device; without --engine every one that runs there]",
         shell_complete=complete.backends,
     ),
     text(
@@ -211,7 +212,8 @@ def compile_(
     bounds = [bounds_of(geometry, dtype, longest, num_speculative_tokens) for dtype in dict.fromkeys(dtypes)]
     _require_triton()
     loaded, failed = _loaded(backend, backend_options, served.options if served else {})
-    tasks = _jobs(archs, loaded, bounds, kernels, natively=served is not None and not backend)
+    asked = None if served is None or backend else {getattr(load_settings(), phase).value for phase in PHASES}
+    tasks = _jobs(archs, loaded, bounds, kernels, asked)
     from dsv4attn.backends._triton.compiling.aot import compile_all
 
     total = sum(len(task.variants) * (1 if task.target.is_cuda else 2) for task in tasks)
@@ -285,10 +287,13 @@ def _jobs(
     loaded: Mapping[str, tuple[Registered, Backend]],
     bounds: Sequence[WarmupSpec],
     kernels: Collection[str],
-    *,
-    natively: bool,
+    asked: Collection[str] | None,
 ) -> list[_Job]:
-    """The jobs. loaded: the backends whose kernels can be compiled. natively: only for devices they are native to."""
+    """The jobs. loaded: the backends whose kernels can be compiled.
+
+    asked: what the settings ask for in each phase; for AUTO backends are compiled for devices that they are native to.
+    None: each backend is compiled for every device on which it runs.
+    """
     from dsv4attn.backends._triton.compiling.targets import Target
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.errors import ArgumentError, UnknownNameError
@@ -297,7 +302,10 @@ def _jobs(
     jobs, names, wanted = [], set[str](), {_short(name) for name in kernels}
     for target in dict.fromkeys(chosen):
         facts = DeviceFacts.named(target.name)
-        devices = {name: r.info.native if natively else r.info.runs_on for name, (r, _) in loaded.items()}
+        devices = {
+            name: r.info.runs_on if asked is None or name in asked else r.info.native if AUTO in asked else ()
+            for name, (r, _) in loaded.items()
+        }
         backends_here = {name: compiled for name, (_, compiled) in loaded.items() if facts.matches(devices[name])}
         if not backends_here:
             patterns = sorted({pattern for patterns in devices.values() for pattern in patterns})
@@ -339,7 +347,6 @@ def _loaded(
 
     options: of the backends. of_engine: those that an engine sets for backends that have them, unless the settings do.
     """
-    from dsv4attn.config import load_settings
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.errors import ArgumentError, Dsv4AttnError
     from dsv4attn.selection import load_backend, registered, registry_for

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from dsv4attn_vllm.parts import INDEXER, VARIABLE
 
 _WARM_UP = re.compile(r"_(\w+_)?warmup_(\d+|decode|prefill)_")
 """Names of requests by which vLLM warms up its kernels on a GPU (`vllm/v1/worker/gpu/warmup.py` and its callers)."""
+_LONGEST_NAME = 200
+"""Bytes of the name of a request that is the name of its file."""
 UNKNOWN = -2
 """In the row of a token whose entries nobody recorded: its block came from a connector, as for an offloaded cache."""
 
@@ -45,6 +48,12 @@ def check_entries(vllm_config: Any, parts: frozenset[str], *, v41: bool) -> None
     }
     for expected in (expected for expected, is_refused in refused.items() if is_refused):
         raise RefusedError(name, expected=expected, actual=folder_of_entries(), cure=cure)
+
+
+def _file_name(request: str) -> str:
+    """The name of a request as one of a file. Clients may choose long ones, and a file system has a limit of 255."""
+    name = request.replace("/", "_")
+    return name if len(name.encode()) <= _LONGEST_NAME else f"{name[:40]}-{sha256(name.encode()).hexdigest()}"
 
 
 @define(eq=False)
@@ -138,7 +147,7 @@ class Recorder:
         numbers = [int(re.search(r"layers\.(\d+)\.", prefix)[1]) for prefix in self._buffers]  # type: ignore[index]
         of_layers = {number: entries[:, i].clone() for i, number in enumerate(numbers)}
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"{name.replace('/', '_')}.pt"
+        file = self._folder / f"{_file_name(name)}.pt"
         torch.save({"tokens": tokens, "entries": of_layers}, file.with_suffix(".part"))
         file.with_suffix(".part").rename(file)
 

@@ -153,6 +153,18 @@ def test_requests_of_vllms_warm_up_have_no_file(steps: Steps) -> None:
     assert 'f"{req_id_prefix}_decode_"' in text
 
 
+def test_names_of_clients_become_names_of_files(steps: Steps) -> None:
+    names = ["a/b", "a" * 300, "a" * 299 + "b"]
+    for name in names:
+        steps.step((name, [3, 0, 0], 0, 4))
+        steps.describe(5)
+        steps.step(finished=(name,))
+
+    files = sorted(file.name for file in steps.folder.iterdir())
+    assert files[0] == "a_b.pt"
+    assert [file.split("-")[0] for file in files[1:]] == ["a" * 40] * 2
+
+
 def test_blocks_of_equal_prefixes_are_those_of_any_request(steps: Steps) -> None:
     """Two requests computed the same prefix, and a third one hits a block of each."""
     steps.step(("a", [3, 5], 0, 16), ("b", [4, 6], 0, 16))

@@ -54,7 +54,7 @@ READ = 8192
 SPILLS = 72
 """Bytes that a thread may store and load in all, if there are more than 8,192 entries in registers: 56 with Triton 3.6.
 
-They are for rows of more than 131,072 entries with K above 512: 64 of 262,144 take 873 us, and 1,002 us in two steps.
+They are for rows of more than 131,072 entries with K above 512: 64 of 262,144 take 873 us, and 1,001 us in two steps.
 """
 
 
