@@ -7,6 +7,7 @@ Exceptions are in `dsv4attn.errors`; all of them are `Dsv4AttnError`.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -165,8 +166,10 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """Import the module of a public name, and store the value for later accesses."""
         if name in _RENAMED:
-            # `from dsv4attn import` hides the text of an AttributeError
-            raise ImportError(f"{__name__}.{name} has another name now -> write {_RENAMED[name]}", name=__name__)
+            # `from dsv4attn import` asks through this function of importlib, and hides the text of an AttributeError
+            is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # noqa: SLF001 - no public name
+            error = ImportError if is_import else AttributeError
+            raise error(f"{__name__}.{name} has another name now -> write {_RENAMED[name]}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_forked"]
-
 
 def run_forked(
     command: Sequence[str], *, folder: Path | None = None, environ: Mapping[str, str] | None = None

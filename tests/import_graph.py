@@ -15,18 +15,6 @@ from pathlib import Path
 
 import dsv4attn
 
-__all__ = [
-    "CORE_FOLDERS",
-    "FOLDERS",
-    "PICTURE",
-    "arrows",
-    "circles",
-    "folder_of",
-    "modules",
-    "picture",
-    "upward_imports",
-]
-
 PACKAGE = Path(dsv4attn.__file__).parent
 CORE_FOLDERS = (
     "layer",

@@ -10,8 +10,6 @@ from attrs import fields
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["TorchOps"]
-
 
 class TorchOps:
     """Each op is a static method; a subclass or an instance may have another, and `table` takes that."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from tests.forked_programs import run_forked
 
-__all__ = ["ROOT", "import_text", "run_compiling", "told_by"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

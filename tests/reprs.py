@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["reprs_in"]
-
 _REPR = re.compile(r"\b[A-Z]\w*\(\w+=[^)]*\)?|<[\w.]+ object at 0x|<class '|<function |<[A-Z]\w*\.\w+: |torch\.Size\(")
 """A class with fields, an object, a class, a function, a member of an enum, a shape of torch."""
 

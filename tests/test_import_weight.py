@@ -168,10 +168,11 @@ def test_the_public_names_are_told_alike_to_everybody() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error_and_an_old_one_is_answered_with_the_new_one() -> None:
-    name = "forward_mha"
+    said = "FlashMLASparseMetadata has another name now -> write CompressedMetadata"
 
-    with pytest.raises(AttributeError, match="has no attribute 'forward_mha'"):
-        getattr(dsv4attn, name)
-    with pytest.raises(ImportError, match="FlashMLASparseMetadata has another name now -> write CompressedMetadata"):
+    for name, text in (("forward_mha", "has no attribute 'forward_mha'"), ("FlashMLASparseMetadata", said)):
+        with pytest.raises(AttributeError, match=text):
+            getattr(dsv4attn, name)
+    with pytest.raises(ImportError, match=said):
         exec("from dsv4attn import FlashMLASparseMetadata")  # noqa: S102 - as a backend writes it
     assert {*dsv4attn._RENAMED.values()} <= {*dsv4attn.__all__}

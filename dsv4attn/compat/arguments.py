@@ -18,18 +18,6 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "FLOATS",
-    "as_rows",
-    "check_at_least",
-    "check_head_dims",
-    "check_numbers",
-    "check_optional",
-    "check_rows",
-    "layer_of",
-    "scratch_of",
-]
-
 FLOATS = (torch.bfloat16, torch.float32)
 
 

@@ -23,18 +23,6 @@ from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import build, load_backend, registered, resolve
 
-__all__ = [
-    "HEAD_DIM",
-    "PAGE_SIZE",
-    "ROPE_DIM",
-    "CallKind",
-    "attend",
-    "device_backend",
-    "forget_choices",
-    "largest_logits",
-    "plan",
-]
-
 HEAD_DIM, ROPE_DIM = 512, 64
 PAGE_SIZE = 64
 """Records of a page as which rows of a prefill are described."""

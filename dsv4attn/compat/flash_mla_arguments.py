@@ -15,20 +15,6 @@ from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
-__all__ = [
-    "check_flags",
-    "check_format",
-    "check_kv",
-    "check_out",
-    "check_q",
-    "check_sink",
-    "check_switch",
-    "index_rows",
-    "paged_segment",
-    "record_layouts",
-    "refuse",
-]
-
 _SPLIT = Arrangement.SPLIT
 _LAYOUTS = {584: KVCacheLayout.fp8_ds_mla(), 528: KVCacheLayout.v41_fp8(), 288: KVCacheLayout.v41_fp4()}
 """By bytes of a record. Records of V4.1 have their scales after their codes."""

@@ -16,8 +16,6 @@ from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["WrapperMemory", "device_of"]
-
 _ARENA, _DIM, _ROPE = "decode", 512, 64
 _ALL_COLUMNS = 2**31 - 1
 """Length of a row of which every column counts: kernels look at no column after the last."""

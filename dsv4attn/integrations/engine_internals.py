@@ -18,19 +18,6 @@ from typing import Any, ClassVar
 
 from attrs import field, frozen
 
-__all__ = [
-    "Called",
-    "Internal",
-    "LackingError",
-    "Named",
-    "Overridden",
-    "Stored",
-    "Written",
-    "lacking",
-    "listed",
-    "names_of",
-]
-
 
 class LackingError(Exception):
     """A name that the engine does not have. The message is one line."""

@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 
 from attrs import field, frozen
 
-__all__ = ["ENGINES", "SGLANG", "VLLM", "Engine", "Guard", "OnceLog", "RefusedError", "parts_named"]
-
 
 @frozen
 class Engine:

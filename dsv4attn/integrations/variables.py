@@ -9,8 +9,6 @@ from __future__ import annotations
 from dsv4attn.config import Knob, register_variables
 from dsv4attn.integrations.engines import ENGINES, SGLANG, VLLM
 
-__all__ = ["SGLANG_PARTS", "TRANSFORMERS", "TRANSFORMERS_ANY_VERSION", "VLLM_ENTRIES", "VLLM_PARTS"]
-
 TRANSFORMERS = "DSV4ATTN_TRANSFORMERS"
 TRANSFORMERS_ANY_VERSION = f"{TRANSFORMERS}_ANY_VERSION"
 VLLM_PARTS = f"{VLLM.prefix}_PARTS"

@@ -29,8 +29,6 @@ from dsv4attn.errors import (
 from dsv4attn.plugins import PLUGIN_ERRORS, PluginRegistry, first_line
 from dsv4attn.selection.decision import install_cure
 
-__all__ = ["build", "build_for", "check_options", "check_reference_ops", "configured", "conflict_of", "options_line"]
-
 REFERENCE = "reference"
 """The backend whose ops are the definitions."""
 

@@ -22,8 +22,6 @@ from dsv4attn.errors import (
 )
 from dsv4attn.plugins import PLUGIN_ERRORS, PluginFailure, Registered, first_line
 
-__all__ = ["Candidate", "Selection", "decide", "install_cure"]
-
 _HOME = "dsv4attn"
 
 

@@ -27,8 +27,6 @@ from dsv4attn.core.reprs import one_line
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.errors import Dsv4AttnError
 
-__all__ = ["AroundBackend", "ReferenceOpsBackend", "WatchedIndexOps", "WatchedLayerOps", "reference_ops_of"]
-
 _VARIABLE = "DSV4ATTN_REFERENCE_OPS"
 _TRANSLATION = "compute_global_topk_indices_and_lens"
 _OF_ROWS = {"dequantize_and_gather_k_cache", "prepare_rows", "combine_topk_swa_indices"} | {

@@ -38,8 +38,6 @@ from dsv4attn.core.reprs import layer_text, value_text
 from dsv4attn.errors import ConfigError
 from dsv4attn.selection.reference_ops import AroundBackend, WatchedIndexOps, WatchedLayerOps, reference_ops_of
 
-__all__ = ["TracedBackend"]
-
 _STDERR = "1"
 _OF_PREFILL = "dequantize_and_gather_k_cache", "prepare_rows", "combine_topk_swa_indices"
 """Ops that run for prefill tokens only."""

@@ -19,8 +19,6 @@ from typing import Any
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["BEGIN", "END", "certificate_text", "main", "summary_text", "table_of_certificates", "with_table"]
-
 BEGIN, END = "<!-- certificates: begin -->", "<!-- certificates: end -->"
 """Marks of a page, between which the table is."""
 COLUMNS = ("backend", "device", "torch", "Triton", "date", "passed", "failed", "refused", "skipped")

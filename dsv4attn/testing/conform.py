@@ -338,10 +338,11 @@ class Certificate:
             ended = sum(bool(outcome.ended) for outcome in self.outcomes)
             processes = f", {ended} of them with the end of their process" if ended else ""
             return f"{self._label} breaks the contract: {failed} of {self.executed} cases failed{processes}{rest}"
-        part = f" of the filter {self.chosen!r}" if self.chosen else ""
+        part = f"all {self.executed} cases" if self.executed > 1 else "the only case"
+        part += f" of the filter {self.chosen!r}" if self.chosen else ""
         if self.reference_ops:
-            return f"{self._label} proves nothing of its own: all {self.executed} cases{part} passed"
-        return f"{self.subject.label} keeps the contract: all {self.executed} cases{part} passed"
+            return f"{self._label} proves nothing of its own: {part} passed"
+        return f"{self.subject.label} keeps the contract: {part} passed"
 
     @property
     def worst(self) -> Outcome | None:

@@ -11,8 +11,6 @@ from dsv4attn.testing.cases.table import GROUPS
 from dsv4attn.testing.conform import STATES, Certificate, Failures, Outcome, environment, versions
 from dsv4attn.testing.parity import Parity, cell
 
-__all__ = ["as_html", "document"]
-
 OPEN = 3
 """Kinds of failures whose first case is open to begin with."""
 

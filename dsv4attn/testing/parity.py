@@ -12,8 +12,6 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Case
 from dsv4attn.testing.conform import Certificate, Outcome, Subject, environment, parse_request, versions
 
-__all__ = ["Parity", "cell", "subjects"]
-
 
 @attrs.frozen
 class Parity:

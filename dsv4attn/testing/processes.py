@@ -34,8 +34,6 @@ from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Outcome, Subject, run_case
 from dsv4attn.testing.kit.interpreter_warnings import ignore_interpreter_warnings
 
-__all__ = ["TIMEOUT", "TIME_OUT", "UNUSABLE", "outcomes_in_processes"]
-
 TIMEOUT = 900.0
 """Seconds that a case may take, unless the caller says otherwise. A first case may compile kernels for minutes."""
 TIME_OUT = "time-out"

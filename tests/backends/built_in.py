@@ -25,19 +25,6 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
 
-__all__ = [
-    "EVERYWHERE",
-    "but_twins",
-    "class_of",
-    "forms",
-    "infos",
-    "known_devices",
-    "launching_alike",
-    "of_rank",
-    "packages",
-    "triton_backends",
-]
-
 PACKAGE = Path(plugins.__file__).parent
 
 

@@ -15,9 +15,6 @@ from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import key_codecs
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
-from dsv4attn.core.contract.backend import AttentionCall
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing.oracle import attention as oracle
 
 I32 = torch.int32
@@ -215,117 +212,12 @@ def test_g5_every_code_at_every_scale_reads_as_the_oracle_says(dialect: Fp8Forma
     np.testing.assert_array_equal(oracle.round_bf16(exact.double().numpy()), expected)
 
 
-def test_g5_a_finite_code_means_twice_as_much_in_ocp() -> None:
-    caches = []
-    for dialect in (OCP, FNUZ):
-        layout = KVCacheLayout.fp8_ds_mla(256, 2, group_size=256, fp8_format=dialect)
-        caches.append(PagedKVCache.allocate(layout, 1, 1))
-        caches[-1].region("nope").copy_(torch.arange(256, dtype=torch.uint8))
-        caches[-1].region("scale").fill_(127)
-    ocp, fnuz = (kernels.read_records(cache, torch.tensor([0]))[0, :256] for cache in caches)
-    finite = ocp.isfinite() & fnuz.isfinite()
-
-    assert int(finite.sum()) == 253
-    assert torch.equal(ocp[finite], 2 * fnuz[finite])
-
-
-@pytest.mark.parametrize(("window", "compressed"), [(FNUZ, OCP), (OCP, FNUZ)])
-def test_g5_caches_of_two_dialects_are_read_in_one_call(window: Fp8Format, compressed: Fp8Format) -> None:
-    layouts = [KVCacheLayout.fp8_ds_mla(24, 8, group_size=8, fp8_format=d) for d in (window, compressed)]
-    rows = torch.randn(2, 12, 32, generator=seeded()).bfloat16()
-    caches = [write(part, layout, block_size) for part, layout, block_size in zip(rows, layouts, (4, 2), strict=True)]
-    slots = torch.tensor([[3, 0, 11, -1], [7, 8, 1, 2]], dtype=I32)
-    lens = torch.tensor([4, 3], dtype=I32)
-    q, sink, out = torch.randn(2, 4, 32, generator=seeded(1)), torch.randn(4), torch.empty(2, 4, 32)
-    layer = LayerGeometry(LayerKind.HCA, 128, 4, 32, Rope(8, 1e4), 8, 0)
-    keys = [PagedKeys(cache, DenseIndices(slots, lens)) for cache in caches]
-
-    ReferenceBackend().decode(AttentionCall(layer, q, keys, sink, out, None))
-
-    for t in range(2):
-        seen = [s for s in slots[t, : int(lens[t])].tolist() if s >= 0]
-        read = [
-            oracle.dequantize_record(
-                record_at(cache, s),
-                nope_dim=24,
-                rope_dim=8,
-                group_size=8,
-                fnuz=layout.fp8_format is FNUZ,
-                scale_bytes=8,
-            )
-            for cache, layout in zip(caches, layouts, strict=True)
-            for s in seen
-        ]
-        expected, _ = oracle.attend_row(q[t].double().numpy(), np.stack(read), sink.double().numpy(), layer.scale)
-        np.testing.assert_allclose(out[t].double().numpy(), expected, rtol=0, atol=1e-5)
-
-
-@each_layout
-def test_insert_writes_its_slots_and_no_other_byte(layout: KVCacheLayout) -> None:
-    page = layout.page_stride(4)
-    flat = torch.full((5 * page + 64,), 0xAB, dtype=torch.uint8)
-    cache = PagedKVCache(flat.as_strided((5, 4, layout.record_bytes), (page, layout.record_bytes, 1), 32), layout)
-    rows = torch.randn(8, layout.head_dim, generator=seeded()).bfloat16()
-    slots = torch.tensor([7, -1, 20, 0, -5, 2**40, 18])  # 20 is the first that does not exist; row 7 has no slot
-    ReferenceBackend().quantize_and_insert_k_cache(rows, cache, slots)
-
-    expected = flat.clone().fill_(0xAB)
-    twin = PagedKVCache(expected.as_strided(cache.tensor.shape, cache.tensor.stride(), 32), layout)
-    for row, slot in ((0, 7), (3, 0), (6, 18)):
-        record = torch.from_numpy(judged(rows[row], layout))
-        nope, rope, scale = record.split([layout.nope_dim, 2 * layout.rope_dim, layout.scale_bytes])
-        twin.region("nope")[slot // 4, slot % 4] = nope
-        twin.region("rope")[slot // 4, slot % 4] = rope.clone().view(torch.bfloat16)
-        twin.region("scale")[slot // 4, slot % 4] = scale
-
-    assert torch.equal(flat, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_plain_rows_are_stored_as_they_are(dtype: torch.dtype) -> None:
-    cache = PagedKVCache.allocate(KVCacheLayout.rows(24, 8, dtype=dtype), 3, 4)
-    rows = torch.randn(5, 32, generator=seeded())
-    ReferenceBackend().quantize_and_insert_k_cache(rows, cache, torch.tensor([11, -1, 12, 0]))
-    plain = cache.tensor.flatten(0, 1)
-
-    assert torch.equal(plain[11], rows[0].to(dtype))
-    assert torch.equal(plain[0], rows[3].to(dtype))
-    assert not plain[1:11].any()
-
-
 @pytest.mark.parametrize("slots", [[], [-1, -1, -1], [99, 12, 2**62]])
 def test_insert_without_a_slot_is_a_no_op(slots: list[int]) -> None:
     cache = PagedKVCache.allocate(FLASH, 3, 4)
     ReferenceBackend().quantize_and_insert_k_cache(torch.ones(3, 512), cache, torch.tensor(slots, dtype=torch.int64))
 
     assert not cache.tensor.any()
-
-
-def test_gather_reads_what_reading_one_by_one_reads() -> None:
-    cache = write(torch.randn(48, 512, generator=seeded()).bfloat16(), FLASH, block_size=8)
-    out = torch.full((3, 20, 512), 7.0).bfloat16()
-    table, seq, lens, at = [[4, 1, 0], [2, 5, 3], [0, 0, 0]], [21, 17, 0], [13, 17, 0], 3
-    gather(cache, table, seq, lens, out, at)
-
-    for i in range(3):
-        for j in range(20):
-            if not at <= j < at + lens[i]:
-                assert bool(out[i, j].eq(7).all()), "a row without a record was touched"
-                continue
-            position = seq[i] - lens[i] + j - at
-            page = cache.tensor[table[i][position // 8]].flatten().numpy()
-            expected = oracle.read_record(
-                page,
-                position % 8,
-                block_size=8,
-                nope_dim=448,
-                rope_dim=64,
-                group_size=64,
-                fnuz=False,
-                scale_bytes=8,
-                split=True,
-            )
-            np.testing.assert_array_equal(out[i, j].double().numpy(), expected)
 
 
 def test_gather_without_lengths_takes_all_records_into_rows_of_any_stride() -> None:
@@ -338,13 +230,6 @@ def test_gather_without_lengths_takes_all_records_into_rows_of_any_stride() -> N
     assert torch.equal(out[1, :2], every[:2])
     assert not wide[:, 1::2].any()
     assert not wide[..., :8].any()
-
-
-def test_gather_leaves_rows_of_blocks_that_do_not_exist() -> None:
-    cache = write(torch.ones(8, 32), KVCacheLayout.fp8_ds_mla(24, 8, group_size=8))
-    out = gather(cache, [[-1, 0], [2, 1], [2**31 - 1, -(2**31)]], [8, 8, 8], None, torch.full((3, 8, 32), 7.0), 0)
-
-    assert out[:, :, 0].tolist() == [[7.0] * 4 + [1.0] * 4, [7.0] * 4 + [1.0] * 4, [7.0] * 8]
 
 
 def test_gather_of_nothing_is_a_no_op() -> None:

@@ -9,10 +9,6 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
-from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
-from dsv4attn.core.contract.backend import AttentionCall
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.testing.oracle import attention as oracle
 from tests.core.cache.v41_packer import (
     FLASHMLA,
     VLLM,
@@ -106,20 +102,6 @@ def test_records_are_those_of_the_packer_and_no_other_byte_is_written(
     np.testing.assert_array_equal(gathered(cache).numpy(), [unpacked(record, layout) for record in records])
 
 
-@each_layout
-def test_g4_slots_that_do_not_exist_are_skipped(layout: KVCacheLayout) -> None:
-    rows = torch.from_numpy(draws(layout.head_dim)).bfloat16()
-    cache = blank(layout, 2, 3)
-    slots = torch.tensor([-1, 6, 2**40, 4, -(2**40), -7])
-
-    ReferenceBackend().quantize_and_insert_k_cache(rows, cache, slots)
-
-    written = blank(layout, 2, 3)
-    ReferenceBackend().quantize_and_insert_k_cache(rows[3:4], written, torch.tensor([4]))
-    assert torch.equal(cache.tensor, written.tensor)
-    assert int((written.tensor != 0xFF).sum()) > 0
-
-
 @pytest.mark.parametrize("arrangement", [Arrangement.SPLIT, Arrangement.INTERLEAVED])
 def test_every_code_under_every_scale_reads_as_the_packer_says(arrangement: Arrangement) -> None:
     """256 records, one for each byte as a scale, that hold all codes: NaN, subnormal, negative scales of fp4 too."""
@@ -137,16 +119,6 @@ def test_every_code_under_every_scale_reads_as_the_packer_says(arrangement: Arra
         numbers = ~np.isnan(expected)
         np.testing.assert_array_equal(np.signbit(actual)[numbers], np.signbit(expected)[numbers])
         assert np.isnan(expected).any()
-
-
-def test_each_group_has_its_own_scale() -> None:
-    rows = np.repeat(2.0 ** np.arange(-5, 11), 32)[None]
-    for layout in (KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()):
-        cache = blank(layout, 1, 1)
-        ReferenceBackend().quantize_and_insert_k_cache(torch.from_numpy(rows).bfloat16(), cache, torch.tensor([0]))
-        scales = cache.region("scale")[0, 0].tolist()
-        assert len(set(scales)) == 16
-        assert scales == sorted(scales)
 
 
 def test_a_nan_stays_in_its_group() -> None:
@@ -193,40 +165,3 @@ def test_keys_are_rotated_then_rounded_then_quantised(layout: KVCacheLayout) -> 
     turned[:, 449::2] = rows[:, 449::2] * cos + rows[:, 448::2] * sin
     records = [packed(row, layout) for row in bf16(turned)]
     np.testing.assert_array_equal(cache.tensor.numpy(), pages(records, layout, 3))
-
-
-V4 = KVCacheLayout.fp8_ds_mla()
-PAIRS = [
-    (V4, V4),
-    (KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp8()),
-    (KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()),
-    (KVCacheLayout.v41_fp8(arrangement=SPLIT), KVCacheLayout.v41_fp4(arrangement=SPLIT)),
-    (V4, KVCacheLayout.v41_fp4()),
-]
-
-
-@pytest.mark.parametrize(
-    ("window", "compressed"), PAIRS, ids=lambda layout: f"{layout.name}-{layout.arrangement.value}"
-)
-def test_attention_reads_each_cache_by_its_own_record(window: KVCacheLayout, compressed: KVCacheLayout) -> None:
-    rows = torch.from_numpy(draws(512)[[0, 0, 6, 7, 0, 1]] * 0.3).bfloat16()
-    layer = LayerGeometry(LayerKind.CSA, 4, 2, 512, Rope(64, 1e4), window=6, topk=6, softmax_scale=0.05)
-    segments, keys = [], []
-    for layout in (window, compressed):
-        cache = blank(layout, 2, 4)
-        ReferenceBackend().quantize_and_insert_k_cache(rows, cache, torch.tensor([0, 7, 2, 3, 5, 6]))
-        keys.append(gathered(cache).numpy())
-        indices = torch.tensor([[7, -1, 0, 5, 2**30, 1], [3, 2, 6, 6, 1, 1]], dtype=torch.int32)
-        segments.append(PagedKeys(cache, DenseIndices(indices, torch.tensor([4, 4], dtype=torch.int32))))
-    q, out = torch.randn(2, 2, 512, generator=torch.Generator().manual_seed(1)), torch.empty(2, 2, 512)
-    sink, lse = torch.tensor([0.5, -1.0]), torch.empty(2, 2)
-    call = AttentionCall(layer=layer, q=q, keys=segments, attn_sink=sink, out=out, lse=lse)
-
-    ReferenceBackend().decode(call)
-
-    for row, slots in enumerate(([7, 0, 5], [3, 2, 6, 6])):
-        named = np.concatenate([values[slots] for values in keys])
-        assert not np.isnan(named).any()
-        expected, expected_lse = oracle.attend_row(q[row].double().numpy(), named, sink.double().numpy(), layer.scale)
-        np.testing.assert_allclose(out[row].double().numpy(), expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(lse[row].double().numpy(), expected_lse, rtol=1e-5, atol=1e-5)

@@ -10,8 +10,6 @@ from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing.kit.random_step import StepFixture
 
-__all__ = ["quick_history"]
-
 
 def quick_history() -> None:
     """Let `StepFixture` write the keys from before a step with the reference, if the backend's kernel is Triton's.

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ORIGINAL", "replace_loads"]
-
 ORIGINAL: list[Any] = []
 """The interpreter's own load, if it was replaced."""
 _FIRST_PAGE = 4096

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["multiplied_alike"]
-
 
 def multiplied_alike(a: NDArray[Any], b: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
     """Product of two matrices, whose bits in a row are the same at every place: numpy's own differ on some CPUs.

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["REPLACED", "replace_steps"]
-
 REPLACED: dict[str, Any] = {}
 """The interpreter's original steps that were replaced, by name; `__init__` is that of a tensor handle."""
 _BOOL = np.dtype(bool)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["token_by_token"]
-
 
 class _Products(TorchFunctionMode):
     """Products of small matrices as sums in one order; the hyper-connections of a layer have one."""

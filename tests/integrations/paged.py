@@ -12,20 +12,6 @@ from torch import Tensor
 
 from tests.parity import hf
 
-__all__ = [
-    "call",
-    "causal_model",
-    "chunked",
-    "filled",
-    "generated",
-    "ids_of",
-    "large_config",
-    "left_padded",
-    "logits_of",
-    "new_model",
-    "patched",
-]
-
 
 def large_config() -> Any:
     """Heads, window, ratios, RoPE and index heads of the released models; four layers with few channels between."""

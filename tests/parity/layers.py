@@ -18,8 +18,6 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.integrations.transformers.weights import attention_weights
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
-__all__ = ["Stack"]
-
 
 class Stack:
     """The attention layers of a model of transformers, on our caches; each gets the hidden states that theirs got."""

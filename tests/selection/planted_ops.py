@@ -15,8 +15,6 @@ from dsv4attn.core.contract.info import COMPUTING
 from dsv4attn.core.contract.op_names import LAYER_OPS
 from tests.vendor_wheel import VendorWheels, plugin
 
-__all__ = ["BUGS", "PlantedBackend", "install_planted"]
-
 
 def install_planted(wheels: VendorWheels) -> None:
     """Install the backend as `acme`, with the option `bug`."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 from dsv4attn.serving.allocator import BlockAllocator, BlockTable
+from dsv4attn.serving.request import Request
 from dsv4attn.serving.scheduler import Scheduled, Scheduler, Step
-from dsv4attn.tools.replay.trace import Request, generated_trace
+from dsv4attn.tools.replay.trace import generated_trace
 
 WINDOW = 8
 

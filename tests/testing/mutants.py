@@ -101,6 +101,10 @@ def sink_scaled(call: AttentionCall) -> None:
     attend(attrs.evolve(call, attn_sink=sink))
 
 
+def heads_swapped(call: AttentionCall) -> None:
+    attend(attrs.evolve(call, q=call.q.flip(1)))
+
+
 def with_rows(change: Callable[[DenseIndices], DenseIndices]) -> Callable[[AttentionCall], None]:
     def wrong(call: AttentionCall) -> None:
         keys = call.keys

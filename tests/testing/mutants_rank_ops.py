@@ -19,8 +19,6 @@ from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from tests.layer_ops import TorchOps
 
-__all__ = ["CHOICES", "MERGES", "Chooses", "Merges"]
-
 MERGES = (
     "a sink for each part",
     "lse with the sink",

@@ -8,8 +8,6 @@ from typing import Any
 from dsv4attn.testing.case import Area, Bench, Case, Measure
 from dsv4attn.testing.cases.table import CASES
 
-__all__ = ["case_of", "raising"]
-
 
 def case_of(check: Callable[[Bench, Any], Measure], **fields: Any) -> Case:
     """A case of our own over some case input of the kit."""

@@ -179,6 +179,7 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mutants_sizes.with_arguments(lambda table: table[:, :1024], "block_table"),
         "million-c4a,million-c128a",
     ),
+    "heads in another order": (with_attention(mutants.heads_swapped), "decode-c4a,prefill-c4a"),
     "wrong for 32 heads": (
         with_attention(mutants_sizes.last_heads_zero_of(32)),
         "heads-32-decode,heads-32-prefill",

@@ -10,9 +10,6 @@ from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Certificate, Subject, conform
 from tests.reprs import reprs_in
 
-__all__ = ["all_fail", "breaks", "certificate_of", "none_fail"]
-
-
 _SLIPS = "TypeError", "AttributeError", "NameError", "ImportError", "UnboundLocalError"
 """Errors of a mutant that does not fit the contract any more: the kit finds such a mutant whatever its bug is."""
 

@@ -52,8 +52,6 @@ from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_we
 from dsv4attn.core.tensorspec import BufferSpec, check_strides
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["TritonBackend", "with_keys_as_in_decode"]
-
 PRODUCTS = ("bf16", "fp8")
 """Values of option `projection`."""
 SPLITS_OF_MULTIPROCESSOR = 4

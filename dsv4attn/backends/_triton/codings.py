@@ -9,7 +9,5 @@ from collections.abc import Mapping
 
 from dsv4attn.core.cache.key_records import Coding
 
-__all__ = ["CODINGS"]
-
 CODINGS: Mapping[Coding, int] = {Coding.FP8: 0, Coding.NVFP4: 1, Coding.MXFP4: 2}
 """The number of each coding. A new coding needs code in every kernel that compares these numbers."""

@@ -6,8 +6,6 @@ import triton
 
 from dsv4attn.backends._triton.support import require_release
 
-__all__ = ["INTERPRETED"]
-
 require_release()
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)

@@ -27,9 +27,6 @@ from dsv4attn.backends._triton.layer.projections.products import Tile
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.backends._triton.support import ONE_ORDER
 
-__all__ = ["inv_rope_o_proj", "transient_bytes", "variants"]
-
-
 SMALL = Tile(16, 64, 64, 4, 6)
 """A few tokens: the matrices are read once, with much of them in flight."""
 MIDDLE = Tile(64, 64, 64, 4, 4)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import triton
 
-__all__ = ["cdiv", "next_power_of_2"]
-
 
 @triton.constexpr_function  # type: ignore[untyped-decorator, unused-ignore]
 def cdiv(a: int, b: int) -> int:

@@ -11,8 +11,6 @@ from dsv4attn.core.contract.problem import Problem, Reason, layout_reasons, layo
 from dsv4attn.core.model.layer_geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["FP8_UNITS", "ONE_ORDER", "index_notes", "notes_of_sums", "require_release", "support"]
-
 INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
 _WIDEST = 512
 FP8_UNITS = "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"

@@ -10,19 +10,6 @@ from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 
-__all__ = [
-    "CDNA",
-    "COMPILED",
-    "DEFAULT",
-    "HOPPER",
-    "INTERPRETER",
-    "MOST_ROWS",
-    "RDNA",
-    "Tuning",
-    "padded",
-    "tuning_for",
-]
-
 MOST_ROWS = 8
 """Rows of a group."""
 SHARING_HEADS = 16

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-__all__ = ["CompiledKernel", "Kernel"]
-
 Kernel: TypeAlias = Any
 """The result of `triton.jit`, `gluon.jit`, `stable_kernel` or `stable_gluon`; interpreted or not."""
 CompiledKernel: TypeAlias = Any

@@ -27,9 +27,6 @@ from dsv4attn.core.tensorspec import BufferSpec, check_strides
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
-__all__ = ["ReferenceBackend"]
-
-
 AnyForm = TypeVar("AnyForm", IndexForm, KeyForm)
 
 

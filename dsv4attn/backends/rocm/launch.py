@@ -15,8 +15,6 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight
 
-__all__ = ["RocmBackend"]
-
 
 class RocmBackend(TritonBackend):
     """Attention of decode on pages, of prefill on rows that core gathers; ragged in both.

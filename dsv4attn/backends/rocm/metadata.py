@@ -20,8 +20,6 @@ from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["RaggedBuffers", "RaggedCompressedMetadata", "RaggedWindowMetadata", "RocmMetadata"]
-
 _ANY_SLOT = 2**31
 """The builder need not know how large a cache is: attention knows it, and skips slots past its end."""
 

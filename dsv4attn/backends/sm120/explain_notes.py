@@ -11,8 +11,6 @@ from dsv4attn.backends.sm120.served import ARCHS, reasons
 from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.core.contract.problem import Problem
 
-__all__ = ["notes"]
-
 _NEWEST = "0.7.4"
 
 

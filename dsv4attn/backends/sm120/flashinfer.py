@@ -16,7 +16,7 @@ from attrs import define, evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
-from dsv4attn.backends.sm120.probe import InstalledFlashInfer, find, forget
+from dsv4attn.backends.sm120.probe import InstalledFlashInfer
 from dsv4attn.backends.sm120.served import TILE, reasons, record_of
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout, check_layout
@@ -26,8 +26,6 @@ from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec, signature
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
-
-__all__ = ["FlashInferAttention", "InstalledFlashInfer", "find", "forget", "reasons", "remember"]
 
 _LAYOUT = KVCacheLayout.fp8_ds_mla()
 _DIM = _LAYOUT.head_dim

@@ -20,8 +20,6 @@ from dsv4attn.core.cache.selected_keys import PagedKeys
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
-__all__ = ["Copies", "Results", "variants"]
-
 _COLUMNS, _HEADS = 1024, 8
 _PREPARE_CONSTANTS, _SETTLE_CONSTANTS = (
     {unit: Constants({"UNIT": unit, **sizes, "HEADS": _HEADS, "MOST": 128, "D": 512}) for unit in (1, 8)}

@@ -10,8 +10,8 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.attention import launch as attention_launch
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends.sm120 import flashinfer
-from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
+from dsv4attn.backends.sm120 import probe
+from dsv4attn.backends.sm120.flashinfer import FlashInferAttention, remember
 from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
 from dsv4attn.backends.sm120.served import ARCHS, reasons
@@ -25,8 +25,6 @@ from dsv4attn.core.memory.workspace import ALIGNMENT, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, UnsupportedError
-
-__all__ = ["Sm120Backend"]
 
 OWN, FLASHINFER, AUTO = "own", "flashinfer", "auto"
 
@@ -72,7 +70,7 @@ class Sm120Backend(TritonBackend):
             return Reason("KERNEL", "our kernel is asked for", "kernel=auto")
         if self._kernel == AUTO and not device.matches(ARCHS):
             return Reason("DEVICE", device.arch, "sm_120 or sm_121")
-        installed = flashinfer.find()
+        installed = probe.find()
         if isinstance(installed, Reason):
             if self._kernel == FLASHINFER:
                 raise UnsupportedError(
@@ -96,7 +94,7 @@ class Sm120Backend(TritonBackend):
         key = phase, layer, tokens, max(window, layer.window)
         answer = self._answers.get(key)
         if answer is None:
-            answer = flashinfer.remember(self._answers, key, self._reasons(*key))
+            answer = remember(self._answers, key, self._reasons(*key))
         return answer
 
     @cached_property

@@ -17,8 +17,6 @@ from attrs import field, frozen
 
 from dsv4attn.core.contract.problem import Reason
 
-__all__ = ["CURE", "FORMATS", "HEADS", "OLDEST", "Format", "InstalledFlashInfer", "Record", "find", "forget"]
-
 HEADS = (8, 16, 32, 64, 128)
 """Head counts with prefill kernels; others are padded to the next one. FlashInfer's Python describes decode kernels
 alone, and its compiled part refuses other counts in prefill."""

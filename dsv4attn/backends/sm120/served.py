@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from dsv4attn.backends.sm120.probe import CURE, InstalledFlashInfer, Record
 from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 
-__all__ = ["ARCHS", "TILE", "reasons", "record_of"]
-
 ARCHS = ("sm_12*",)
 """Architectures on which FlashInfer is used."""
 TILE = 64

@@ -8,8 +8,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-__all__ = ["barrier", "copy_async", "reinterpret"]
-
 copy_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """(view, pointers, mask=): copies into shared memory; where masked, zeros."""
 

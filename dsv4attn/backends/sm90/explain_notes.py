@@ -19,8 +19,6 @@ from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem
 from dsv4attn.core.model.layer_geometry import LayerGeometry, LayerKind
 
-__all__ = ["notes"]
-
 UNITS = 132
 """Multiprocessors of an H100 and an H200 with SXM."""
 

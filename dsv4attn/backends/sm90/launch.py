@@ -79,8 +79,6 @@ if INTERPRETED:
 else:
     from dsv4attn.backends.sm90.attention.kernels import attention
 
-__all__ = ["Sm90Backend", "variants"]
-
 HEADS = 64
 """Heads of a block."""
 ROTATED = 64

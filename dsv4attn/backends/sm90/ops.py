@@ -23,8 +23,6 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["layer_ops", "score", "select_topk"]
-
 
 def layer_ops(*, deterministic: bool = False, exact_sums: bool = False) -> LayerOps:
     """The shared ops, with scores, selection and hyper-connections of many tokens by the kernels for Hopper.

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.layer_geometry import LayerGeometry
 
-__all__ = ["DIM", "MOST_HEADS", "MOST_TOPK", "KeyKind", "Keys", "against", "against_layer", "keys_of"]
-
 MOST_HEADS = 128
 """Most heads of a layer. More heads take more than two blocks of 64, which has not been tested."""
 MOST_TOPK = 1024

@@ -13,36 +13,6 @@ from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, MOST_
 from dsv4attn.core.contract.backend import ChunkCost
 from dsv4attn.core.model.geometry import LayerGeometry
 
-__all__ = [
-    "BF16_ROWS_ROLES",
-    "COMBINE_ROUNDS",
-    "FEW_HEADS",
-    "LONGEST_BY_GROUPS",
-    "MOST_BY_GROUPS",
-    "PAGES_TUNING",
-    "PREFILL_COST_MODEL",
-    "RAW_Q_ROLES",
-    "REQUESTS_BY_GROUPS",
-    "TILE_SIZES",
-    "TUNING",
-    "V4_PAGES_ROLES",
-    "V41_PAGES_ROLES",
-    "FewHeadsCosts",
-    "FewHeadsSizes",
-    "PrefillCostModel",
-    "TileSizes",
-    "WarpRoles",
-    "by_groups",
-    "combine_rounds_of",
-    "few_heads_costs",
-    "few_heads_sizes_of",
-    "group_is_faster",
-    "in_one_launch",
-    "is_listed",
-    "is_small",
-    "tile_sizes_of",
-]
-
 
 @frozen
 class WarpRoles:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends.triton.tuning import TUNING
 
-__all__ = ["GenericBackend"]
-
 
 class GenericBackend(TritonBackend):
     """Attention straight on pages, decode and prefill."""

@@ -41,8 +41,6 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["XpuBackend"]
-
 COLUMNS = 16
 """Columns of packed indices, and those of prefill, are a multiple of this."""
 

@@ -19,8 +19,6 @@ from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.tuning import TUNING
 
-__all__ = ["attend_leading_values", "variants"]
-
 _SMALL = TUNING["xpu"]
 """Tuning whose tiles fit every device, also for keys with a tail after the values."""
 

@@ -30,8 +30,6 @@ from dsv4attn.integrations.transformers.masks import VisibleKeys
 from dsv4attn.integrations.transformers.releases import check_release
 from dsv4attn.selection import select_backend
 
-__all__ = ["NAME", "register"]
-
 NAME = "dsv4attn"
 """Of the attn_implementation."""
 _DTYPES = (torch.bfloat16, torch.float32)

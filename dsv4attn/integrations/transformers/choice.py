@@ -12,8 +12,6 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import explain, registered, registry_of
 
-__all__ = ["checked_backend", "config_of"]
-
 
 def checked_backend(backend: object) -> str | Backend | None:
     """Return the argument after a look-up of its names. No backend is built.

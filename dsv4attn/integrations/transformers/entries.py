@@ -13,8 +13,6 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import shown
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
-__all__ = ["replay_entries"]
-
 
 @contextmanager
 def replay_entries(model: Any, entries: Sequence[Mapping[int, Tensor]]) -> Iterator[None]:  # noqa: ANN401

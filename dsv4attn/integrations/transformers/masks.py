@@ -12,8 +12,6 @@ from dsv4attn.core.contract.backend import IndexForm
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
-__all__ = ["VisibleKeys"]
-
 ABSENT = -1e4
 """A key whose mask is this or less has weight 0 in fp32, whatever its logit."""
 _MASK = "the additive mask that transformers makes for eager attention: 0, or the least value of its dtype"

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
-__all__ = ["NewTokens"]
-
 _LEFT = (
     "pad prompts on the left (tokenizer.padding_side = 'left'); give generate the attention_mask: without one it takes "
     "every padding id of a prompt for padding"

@@ -20,8 +20,6 @@ from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.pages import Pages
 from dsv4attn.serving.cache_manager import CachedSequence
 
-__all__ = ["DeepseekV4PagedCache"]
-
 _POSITIVE = (
     "Calling `crop` with a positive value (`{}`) is not supported. "
     "Please use a negative integer to remove that number of tokens from the cache instead."

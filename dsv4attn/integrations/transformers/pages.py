@@ -13,8 +13,6 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
-__all__ = ["Pages"]
-
 
 class _Sequences(Protocol):
     @property

@@ -30,8 +30,6 @@ from dsv4attn.integrations.transformers.weights import WeightsWatch
 from dsv4attn.serving.cache_manager import CachedSequence
 from dsv4attn.serving.entry_records import EntryRecords
 
-__all__ = ["PagedAttention", "PatchedModel"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

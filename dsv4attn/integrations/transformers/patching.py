@@ -27,8 +27,6 @@ from dsv4attn.serving.cache_manager import CacheManager
 if TYPE_CHECKING:
     from dsv4attn.integrations.transformers.patched import PatchedModel
 
-__all__ = ["patch", "unpatch"]
-
 _LAYOUTS = ("fp8_ds_mla", "bf16", "fp32")
 _ROWS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _INDEX_LAYOUTS = ("index_fp8", "index_mxfp4", *_ROWS)

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["check_prompt"]
-
 
 def check_prompt(generation_config: Any, mask: object, past: int, max_len: int) -> None:  # noqa: ANN401 - of transformers
     """Raise ArgumentError for a call of `generate` that would fail later, or answer a prompt without a token.

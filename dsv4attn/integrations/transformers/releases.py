@@ -18,8 +18,6 @@ from dsv4attn.core.contract.device import release_of, version_of
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.integrations.variables import TRANSFORMERS_ANY_VERSION
 
-__all__ = ["RANGE", "TESTED", "ModelArguments", "check_release"]
-
 TESTED = (5, 23), (5, 24)
 """The releases of transformers that the tests run with, oldest first. The extra `transformers` installs no other."""
 RANGE = "transformers>={}.{},<{}.{}".format(*TESTED[0], TESTED[-1][0], TESTED[-1][1] + 1)

@@ -18,8 +18,6 @@ from dsv4attn.core.model.tensor_state import Place, TensorState, have_changed
 from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
-__all__ = ["WeightsWatch", "attention_weights"]
-
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _GROUPED = "DeepseekV4GroupedLinear"
 _BLOCK_SCALED = ("FP8Linear", "FP8GroupedLinear")

@@ -38,8 +38,6 @@ from dsv4attn.testing.kit.random_step import step
 from dsv4attn.testing.kit.single_call import call
 from dsv4attn.testing.kit.strided import each_strided
 
-__all__ = ["BOTH", "MIXED", "SINKS", "attention_cases"]
-
 DECODES = ((0, 1), (1, 1), (62, 1), (63, 1), (64, 1), (126, 1), (127, 1), (128, 1), (254, 1), (255, 1), (2100, 1))
 """Requests around the edges of a page, of the window, and of an entry, and one long context."""
 PREFILLS = ((0, 5), (60, 9), (122, 12), (252, 6), (1000, 2))

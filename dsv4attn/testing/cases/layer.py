@@ -73,11 +73,6 @@ from dsv4attn.testing.kit.factories import (
 )
 from dsv4attn.testing.kit.strided import each_strided
 
-__all__ = [
-    "compressor_cases", "hyper_cases", "indexer_cases", "norm_cases", "selection_cases", "step_memory_cases",
-    "v41_cases",
-]  # fmt: skip
-
 _layer = partial(Case.of, Area.LAYER)
 LONG = ((69_974, 10), (65_535, 1), (65_528, 17))
 """Requests with positions that need more than 16 bits."""

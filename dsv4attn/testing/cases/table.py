@@ -54,8 +54,6 @@ from dsv4attn.testing.kit.random_step import step
 from dsv4attn.testing.kit.single_call import call
 from dsv4attn.testing.kit.strided import each_strided
 
-__all__ = ["CASES", "GROUPS"]
-
 TYPES = (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32"))
 """Types of q and keys, each with a short name and a layout of the cache."""
 _cache = partial(Case.of, Area.CACHE)

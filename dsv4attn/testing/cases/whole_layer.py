@@ -21,8 +21,6 @@ from dsv4attn.testing.checks.whole_layer import (
 )
 from dsv4attn.testing.kit.factories import HEADS, index_layout, layout
 
-__all__ = ["whole_layer_cases"]
-
 _layer = partial(Case.of, Area.LAYER)
 SIZES: dict[str, Any] = {
     "num_heads": HEADS,

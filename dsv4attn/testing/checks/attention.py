@@ -23,12 +23,6 @@ from dsv4attn.testing.kit.single_call import IndexLists, SingleCall
 from dsv4attn.testing.kit.strided import bits
 from dsv4attn.testing.kit.tolerances import shown, tolerance, worst_error
 
-__all__ = [
-    "any_cut_same_bits", "equals_oracle", "judged", "largest_logits", "layers_share", "over_ranks",
-    "reads_raw_q", "require_same_bits", "same_bits", "sharded", "sink_matters", "slices_of_heads", "step_by_step",
-    "without_columns", "without_lse",
-]  # fmt: skip
-
 Result = tuple[Tensor, "Tensor | None"]
 
 

@@ -25,12 +25,6 @@ from dsv4attn.testing.kit.tolerances import F64, U8, Formula, hold_record, hold_
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle import layer as oracle_layer
 
-__all__ = [
-    "CompressorStep", "LatentSteps", "any_cut", "compresses", "compresses_only_its_slots", "makes_latents", "moved",
-    "replaces_drafts", "replays", "saves_and_compresses", "saves_only_its_slots", "saves_states", "spoils_own_entries",
-    "stores", "stores_nothing", "unused_bytes",
-]  # fmt: skip
-
 KV, SCORE, APE, WEIGHT, ANGLES, STATES, ENTRIES = range(60, 67)
 """Streams of random numbers."""
 OFFSETS = (0.0, 100.0, -100.0, 0.0)

@@ -23,8 +23,6 @@ from dsv4attn.testing.kit.factories import normal, window_of
 from dsv4attn.testing.kit.oracle_cache import OracleCache
 from dsv4attn.testing.kit.tolerances import F64, hold_equal
 
-__all__ = ["fills", "gathers", "gathers_long", "gathers_within"]
-
 LONG = 2**14
 """Columns of a long block table: with pages of 64 records, a sequence of 2^20."""
 

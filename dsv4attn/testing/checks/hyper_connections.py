@@ -20,11 +20,6 @@ from dsv4attn.testing.kit.strided import StridedTensors
 from dsv4attn.testing.kit.tolerances import F64, UNIT, Formula, hold_values, rounded, summed
 from dsv4attn.testing.oracle import layer as oracle_layer
 
-__all__ = [
-    "ResidualStreams", "check_collapse", "check_first_delayed", "check_fused", "check_fused_delayed", "check_head",
-    "check_no_tokens", "check_no_tokens_delayed", "check_post", "check_pre", "check_pre_delayed",
-]  # fmt: skip
-
 X, Y, FN, BASE, SCALE, NORM, POST, COMB, HEAD, PREVIOUS = range(90, 100)
 """Streams of random numbers."""
 DISTINCT = 61

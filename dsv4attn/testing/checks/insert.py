@@ -22,11 +22,6 @@ from dsv4attn.testing.kit.strided import StridedTensors, unchanged
 from dsv4attn.testing.kit.tolerances import F64, floats, rounded, worst_error
 from dsv4attn.testing.oracle import attention as oracle
 
-__all__ = [
-    "BF16", "FAR_POSITIONS", "FP32_STEPS", "CacheRows", "inserts_both", "inserts_nothing", "inserts_rotated",
-    "normalises_queries", "quantises", "quantises_nothing", "rows", "stale_rows",
-]  # fmt: skip
-
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
 """Largest relative error of one rounding to bf16, and of the few fp32 operations before it."""
 POSITIONS, FAR_POSITIONS = 64, 70_000

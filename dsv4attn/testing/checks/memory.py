@@ -23,8 +23,6 @@ from dsv4attn.testing.kit.causes import OFFSETS
 from dsv4attn.testing.kit.random_step import StepFixture
 from dsv4attn.testing.kit.single_call import SingleCall
 
-__all__ = ["FAR", "capped", "far", "fits_the_plan", "layer_temporaries", "scratch_is_bounded", "stale", "temporaries"]
-
 FAR = 2**31 + 4608 * 1000
 """Gap that puts the second page past 2^31 bytes and the third page past 2^32."""
 

@@ -12,8 +12,6 @@ from dsv4attn.testing.kit.factories import CaseInput
 from dsv4attn.testing.kit.strided import StridedTensors
 from dsv4attn.testing.kit.tolerances import F64, Formula, hold_values, rounded
 
-__all__ = ["NormRows", "normalises", "norms_no_rows"]
-
 LATENT, KEY, LATENT_WEIGHT, KEY_WEIGHT = range(110, 114)
 """Streams of random numbers."""
 SIZES = (1.0, 30.0, 1e-3, 0.0, 1e-5)

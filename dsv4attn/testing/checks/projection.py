@@ -20,8 +20,6 @@ from dsv4attn.testing.kit.strided import StridedTensors, unchanged
 from dsv4attn.testing.kit.tolerances import F64, rounded, shown, worst_error
 from dsv4attn.testing.oracle import attention as oracle
 
-__all__ = ["outputs", "projects", "projects_without_positions_of_padding"]
-
 WO_A, WO_B = 28, 29
 """Streams of random numbers."""
 EXPONENTS = 117, 121

@@ -25,11 +25,6 @@ from dsv4attn.testing.kit.strided import bits
 from dsv4attn.testing.kit.tolerances import F64, U8, hold_equal, worst_error, written
 from dsv4attn.testing.oracle.attention import pack_e2m1
 
-__all__ = [
-    "SMALLEST_SCALES", "EveryCode", "NanKeys", "gathers_every_code", "gathers_nan", "inserts_nan", "reads_every_code",
-    "shows_nan",
-]  # fmt: skip
-
 SCALES = range(10, 246)
 """Scale bytes under which every fp8 code is a normal bf16 number. A writer emits 105 to 254."""
 SMALLEST_SCALES = range(10)

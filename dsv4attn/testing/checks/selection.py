@@ -39,12 +39,6 @@ from dsv4attn.testing.kit.tolerances import (
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle import layer as oracle_layer
 
-__all__ = [
-    "CandidateSelection", "IndexQueries", "IndexSelection", "judge_selection", "makes_no_queries", "publishes",
-    "quantises_queries", "quantises_without_positions_of_padding", "run_queries", "run_selection", "score_errors",
-    "select_entries", "selects_over_ranks", "selects_within", "selects_within_published", "shape_error", "sum_bits",
-]  # fmt: skip
-
 I64 = NDArray[np.int64]
 QUERIES, QUERY_WEIGHTS, ANGLES, POSITIONS = range(70, 74)
 """Streams of random numbers."""

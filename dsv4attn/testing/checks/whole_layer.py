@@ -39,11 +39,6 @@ from dsv4attn.testing.kit.factories import CaseInput, normal
 from dsv4attn.testing.kit.strided import bits
 from dsv4attn.testing.kit.tolerances import rounded
 
-__all__ = [
-    "Network", "Way", "WholeLayers", "drawn_ways", "records_and_takes_entries", "same_bits_in_any_way",
-    "same_bits_in_graphs",
-]  # fmt: skip
-
 STREAMS, WEIGHTS, MIXES, NORMS, WAYS, ENTRIES = range(200, 206)
 """Streams of random numbers."""
 SWA_PAGE, TOKENS_OF_PAGE = 64, 256

@@ -7,8 +7,6 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["OFFSETS", "factor_of_two", "likely_cause"]
-
 F64 = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 

@@ -27,12 +27,6 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.kit.tolerances import F64, rounded
 from dsv4attn.testing.oracle import attention as oracle
 
-__all__ = [
-    "GROUP_COUNTS", "HEADS", "HEAD_COUNTS", "INDEX_HEAD_COUNTS", "INDEX_TOPKS", "KINDS", "PAGE_SIZES",
-    "CaseInput", "cos_sin_table", "flash", "frequencies", "index_layout", "layout", "layouts",
-    "normal", "tiny_geometry", "v41_layouts", "window_of",
-]  # fmt: skip
-
 KINDS = tuple(kind.value for kind in LayerKind)
 HEADS = 8
 GROUP = 64

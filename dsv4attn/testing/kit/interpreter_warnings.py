@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["MODULE", "ignore_interpreter_warnings"]
-
 MODULE = r"triton\.runtime\.interpreter"
 """The module that the warnings come from, as a regular expression."""
 

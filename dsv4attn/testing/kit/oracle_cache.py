@@ -16,10 +16,6 @@ from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.case import SkipCase
 from dsv4attn.testing.kit.tolerances import F64, U8, read_row, stored, written
 
-__all__ = [
-    "AFTER_PAGE", "UNWRITTEN", "OracleCache", "PagePlacement", "Pages", "body", "place_of", "poison",
-]  # fmt: skip
-
 AFTER_PAGE = 4096
 """Bytes at the start of a gap that are filled, poisoned and compared. A gap may be gigabytes of untouched memory."""
 

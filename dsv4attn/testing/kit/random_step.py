@@ -44,8 +44,6 @@ from dsv4attn.testing.kit.strided import StridedTensors
 from dsv4attn.testing.kit.tolerances import F64, Expected, rounded, stored, tolerance
 from dsv4attn.testing.oracle import attention as oracle
 
-__all__ = ["STALE_POSITIONS", "ForwardArgs", "StepFixture", "step"]
-
 Q, KV, ENTRY, SINK, TOPK, COMMON = range(6)  # streams of random numbers
 MOST_HEADS = 2**12  # more heads than any model has
 ABSENT = (-1, -7, 2**31 - 1, 0x7FC00000, -(2**31))  # entry numbers that name nothing; the fourth is a NaN's bits

@@ -29,8 +29,6 @@ from dsv4attn.testing.kit.oracle_cache import AFTER_PAGE, OracleCache, PagePlace
 from dsv4attn.testing.kit.strided import StridedTensors, unchanged
 from dsv4attn.testing.kit.tolerances import F64, Expected, rounded, tolerance
 
-__all__ = ["IndexLists", "SingleCall", "call"]
-
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
 """Indices that name nothing; the last is a NaN's bits."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 
-__all__ = ["NAMES", "StridedTensors", "bits", "each_strided", "unchanged"]
-
 FILL = 0xFF
 """Every byte between the rows: NaN in floats, -1 in integers."""
 BEFORE, AFTER = 8, 24

@@ -30,29 +30,6 @@ from dsv4attn.testing.kit.causes import factor_of_two, likely_cause
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle import layer as oracle_layer
 
-__all__ = [
-    "F64",
-    "TINY",
-    "U8",
-    "UNIT",
-    "CodeRule",
-    "Expected",
-    "Formula",
-    "floats",
-    "hold_equal",
-    "hold_record",
-    "hold_values",
-    "multiplying_in",
-    "read_row",
-    "rounded",
-    "shown",
-    "stored",
-    "summed",
-    "tolerance",
-    "worst_error",
-    "written",
-]  # fmt: skip
-
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 LEAST_MASS = 1e-30

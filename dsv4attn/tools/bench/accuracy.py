@@ -12,8 +12,6 @@ from torch import Tensor
 from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.selection import load_backend
 
-__all__ = ["Error", "error", "limit", "reference"]
-
 
 @frozen
 class Error:

@@ -19,8 +19,6 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.tools.bench.cases import KernelCase
 from dsv4attn.tools.bench.inputs import Inputs, layouts
 
-__all__ = ["gather_rows", "prepare_attention", "problem_of", "request_rows"]
-
 _ROWS = KVCacheLayout.rows()
 
 

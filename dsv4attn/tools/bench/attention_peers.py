@@ -20,8 +20,6 @@ from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM
 from dsv4attn.tools.bench.contenders import Contender, Task
 from dsv4attn.tools.bench.inputs import Inputs
 
-__all__ = ["AttentionPeer", "FlashInfer", "FlashMLA", "missing"]
-
 _WORKSPACE_BYTES = 128 * 2**20
 
 

@@ -15,29 +15,6 @@ from dsv4attn.errors import UnknownNameError
 if TYPE_CHECKING:
     from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
-__all__ = [
-    "ATTENTION",
-    "CONTEXT_CASES",
-    "KERNELS",
-    "LAYER_OPS",
-    "MEASUREMENTS",
-    "PAIRED",
-    "PAIRS",
-    "PEER_NAMES",
-    "PRESETS",
-    "CaseSizes",
-    "KernelCase",
-    "Preset",
-    "cases_of",
-    "decodes",
-    "host_cases",
-    "named",
-    "of_rank",
-    "sizes",
-    "together",
-    "with_topk",
-]
-
 KERNELS = ("decode", "prefill", "prefill-rows", "insert", "quantize", "gather")
 """decode, prefill: attention on fp8 pages. prefill-rows: on bf16 rows gathered before. insert: q-norm, RoPE, quantise
 and store. quantize: quantise and store. gather: pages to bf16 rows."""

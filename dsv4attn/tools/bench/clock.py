@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from attrs import frozen
 
-__all__ = ["MOST_FLUSHES", "Clock", "Spread"]
-
 _FLUSH_BYTES = 2**29
 """More than any last-level cache of an accelerator holds, AMD's 256 MiB included."""
 _WARM_UP = 3

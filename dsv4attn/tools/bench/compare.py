@@ -63,6 +63,7 @@ class Change:
 class Comparison:
     """Rows that two runs have in common, and rows that only one of them has.
 
+    old_run: machine, versions and date of the old run, in one line.
     old_machine: machine of the old run; on a CPU with its number of threads.
     new_machine: the same of the new run. Runs of different machines are not comparable.
     changes: rows of both runs.
@@ -70,6 +71,7 @@ class Comparison:
     only_new: names of rows of the new run only.
     """
 
+    old_run: str
     old_machine: str
     new_machine: str
     changes: Sequence[Change]
@@ -110,7 +112,7 @@ def compare(old: Run, new: Run) -> Comparison:
     changes = [_change(row, new_rows[key]) for key, row in timed.items() if key in new_rows]
     only_old = [", ".join(key) for key in timed if key not in new_rows]
     only_new = [", ".join(key) for key, row in new_rows.items() if row.median and key not in timed]
-    return Comparison(_place(old), _place(new), changes, only_old, only_new)
+    return Comparison(old.title, _place(old), _place(new), changes, only_old, only_new)
 
 
 def _place(run: Run) -> str:

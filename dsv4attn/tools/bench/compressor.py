@@ -24,8 +24,6 @@ from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import LAYOUT, RandomNumbers, read_records
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
-__all__ = ["compressor_task"]
-
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 _BEFORE = 8192
 """Tokens of a request before the step; a multiple of every ratio."""

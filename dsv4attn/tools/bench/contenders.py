@@ -19,8 +19,6 @@ from dsv4attn.tools.bench.forward_step import make_forward_step
 from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, RandomNumbers, fill, make_inputs, query, read_records
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
-__all__ = ["Contender", "Task", "expected_attention", "make_task", "returning", "writing"]
-
 
 @frozen(eq=False)
 class Contender:

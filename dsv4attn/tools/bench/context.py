@@ -29,8 +29,6 @@ from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.result import Machine
 from dsv4attn.tools.bench.runner import time_what_is_right
 
-__all__ = ["BUDGET", "ContextResult", "ContextRun", "PartTime", "measure"]
-
 BUDGET = {Products.BF16: 5e-3, Products.FP8: 5e-2}
 """Largest distance from one rank's output, as a share of its norm: parts are rounded to bf16 before they are merged."""
 

@@ -16,8 +16,6 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.cases import HEAD_DIM, PRESETS, KernelCase, Preset, decodes, with_topk
 from dsv4attn.tools.bench.inputs import LAYOUT
 
-__all__ = ["INDEX", "ContextCase", "ContextSize", "check_memory", "context_cases", "context_size"]
-
 INDEX = KVCacheLayout.index_fp8(ModelGeometry.preset("deepseek-v4-flash").index_head_dim)
 _CHUNK = 65536
 _ROW_BYTES = 24 * HEAD_DIM

@@ -30,8 +30,6 @@ from dsv4attn.tools.bench.context_cases import INDEX, ContextCase
 from dsv4attn.tools.bench.forward_step import ForwardStep, make_forward_step, scheduled
 from dsv4attn.tools.bench.inputs import Inputs, RandomNumbers, make_inputs
 
-__all__ = ["ContextStep", "one_rank", "over_ranks"]
-
 _CHUNK = 65536
 
 

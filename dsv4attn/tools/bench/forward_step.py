@@ -21,8 +21,6 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.tools.bench.cases import WINDOW_PAGE
 from dsv4attn.tools.bench.inputs import Inputs
 
-__all__ = ["ForwardStep", "make_forward_step", "products", "scheduled"]
-
 _TILE = 16
 
 

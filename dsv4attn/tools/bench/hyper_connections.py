@@ -14,8 +14,6 @@ from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import RandomNumbers
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
-__all__ = ["StreamInputs", "mhc_task"]
-
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 _N = _FLASH.hc_mult
 _TILE = 1024

@@ -26,8 +26,6 @@ from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import RandomNumbers
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
-__all__ = ["PAGE", "IndexInputs", "index_task", "select_task", "selection_bounds"]
-
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 HEADS, DIM = _FLASH.index_n_heads, _FLASH.index_head_dim
 PAGE = 64

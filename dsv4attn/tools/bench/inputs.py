@@ -14,10 +14,6 @@ from dsv4attn.core.reprs import fields_repr
 from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, KernelCase
 
-__all__ = [
-    "LAYOUT", "CacheSegment", "Inputs", "RandomNumbers", "fill", "layouts", "make_inputs", "query", "read_records",
-]  # fmt: skip
-
 LAYOUT = KVCacheLayout.fp8_ds_mla()
 _LAYOUTS = {str(layout.record_bytes): layout for layout in map(KVCacheLayout.of_record, KEY_RECORDS)}
 _CHUNK = 65536

@@ -15,8 +15,6 @@ from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.hyper_connections import StreamInputs
 from dsv4attn.tools.bench.index_ops import PAGE, IndexInputs, selection_bounds
 
-__all__ = ["DeepGEMM", "FlashInferTopk", "SglangTopk", "VllmAutoTopk", "VllmTopk"]
-
 _SPLITS = 16
 """Parts of the sum in DeepGEMM's product of few tokens."""
 _FEW = 64

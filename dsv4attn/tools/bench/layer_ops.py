@@ -9,8 +9,6 @@ from attrs import evolve, frozen
 
 from dsv4attn.core.model.geometry import ModelGeometry
 
-__all__ = ["LayerOpCase", "layer_op_cases", "selections"]
-
 _DECODES = (
     (1, 8192, 1),
     (1, 32768, 1),

@@ -23,8 +23,6 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.tools.bench.clock import Clock
 
-__all__ = ["LayerPart", "MarkedBackend", "Marks", "measured", "of_trace"]
-
 _T = TypeVar("_T")
 _PREFIX = "dsv4attn layer: "
 _WARM_UP = 2

@@ -16,8 +16,6 @@ from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import RandomNumbers
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
-__all__ = ["ProductInputs", "products_task", "torch_product"]
-
 
 @frozen(eq=False)
 class ProductInputs:

@@ -18,8 +18,6 @@ from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.tools.bench.forward_step import ForwardStep
 
-__all__ = ["Overhead", "overhead", "seconds"]
-
 
 @frozen
 class Overhead:

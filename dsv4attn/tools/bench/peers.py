@@ -14,8 +14,6 @@ from dsv4attn.tools.bench.attention_peers import FlashInfer, FlashMLA
 from dsv4attn.tools.bench.contenders import Contender, Task
 from dsv4attn.tools.bench.layer_op_peers import DeepGEMM, FlashInferTopk, SglangTopk, VllmAutoTopk, VllmTopk
 
-__all__ = ["PEERS", "Peer"]
-
 
 class Peer(Protocol):
     """Another library.

@@ -11,8 +11,6 @@ import torch
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.tools.bench.clock import Clock, Spread
 
-__all__ = ["RankClock", "captured"]
-
 _WARM_UP = 3
 
 

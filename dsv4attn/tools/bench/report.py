@@ -16,8 +16,6 @@ from dsv4attn.tools.bench.context import ContextResult, ContextRun
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import BEST, FAILED, MEASURED, REFUSED, WRONG, BenchRow, geomeans, pair_means
 
-__all__ = ["comparison_text", "context_text", "layer_tables", "run_text"]
-
 _STYLES = {WRONG: "bold red", FAILED: "red", REFUSED: "yellow"}
 SHOWN = 12
 """Lines of each kind of change that are printed; JSON has all."""
@@ -72,12 +70,12 @@ def _spread(median: float, p10: float, p90: float) -> str:
 def run_text(run: Run) -> Group:
     """Head, one table for each kernel, parts of layers, ratios, cliffs."""
     roof = run.roofline
-    fp8 = f", {roof.fp8_flops_s / 1e12:.3g} TFLOP/s (fp8 matrix product)" if roof.fp8_flops_s else ""
+    fp8 = f", {_rate(roof.fp8_flops_s / 1e12)} TFLOP/s (fp8 matrix product)" if roof.fp8_flops_s else ""
     parts: list[RenderableType] = [
-        Text(f"{run.machine}, {run.date} UTC", style="bold"),
+        Text(run.title, style="bold"),
         Text(
-            f"roofline of this run: {roof.flops_s / 1e12:.3g} TFLOP/s ({roof.dtype} matrix product), "
-            f"{roof.bytes_s / 1e9:.4g} GB/s (copy, read + written){fp8}; "
+            f"roofline of this run: {_rate(roof.flops_s / 1e12)} TFLOP/s ({roof.dtype} matrix product), "
+            f"{_rate(roof.bytes_s / 1e9)} GB/s (copy, read + written){fp8}; "
             + ("1 round" if run.rounds == 1 else f"medians of {run.rounds} rounds, taken in turn")
         ),
     ]
@@ -169,7 +167,7 @@ def _lost(rows: Sequence[BenchRow]) -> Iterator[Text]:
     for (state, by, reason), cases in lost.items():
         others = f" and {len(cases) - 1} more cases" if len(cases) > 2 else ""
         for case in cases[:1] if others else cases:
-            yield Text(f"{state}: {case}{others}, {by}: {reason}", style=_STYLES[state])
+            yield Text(f"{state}: {case}{others}, {by}: {reason}", style=_STYLES.get(state, ""))
 
 
 def layer_tables(layers: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
@@ -294,8 +292,8 @@ def _time_cells(spread: Spread) -> tuple[str, str]:
 
 
 def comparison_text(both: Comparison) -> Group:
-    """Changes beyond noise by name, and what only one run has."""
-    lines = []
+    """What the old run is, changes beyond noise by name, and what only one run has."""
+    lines = [Text(f"compared with {both.old_run}")]
     if not both.comparable:
         text = (
             f"measured on {both.old_machine!r} then and {both.new_machine!r} now: such ratios say nothing of the code"

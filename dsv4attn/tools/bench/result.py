@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import asdict, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from dsv4attn import __version__
 from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow, geomeans, pair_means
+from dsv4attn.tools.bench.saved import structured
 from dsv4attn.tools.bench.scaling import Cliff
-
-__all__ = ["SCHEMA", "Machine", "Run", "load", "now", "peer_versions", "this_machine"]
+from dsv4attn.tools.bench.whole_layer import LayerTime
 
 SCHEMA = "dsv4attn-bench/1"
 """Version of the JSON. It changes when a field changes its meaning or is removed."""
@@ -99,6 +99,11 @@ class Run:
     reference_ops: tuple[str, ...] = ()
 
     @property
+    def title(self) -> str:
+        """Machine, versions and date, in one line."""
+        return f"{self.machine}, {self.date} UTC"
+
+    @property
     def failures(self) -> list[BenchRow]:
         """Rows of backends that supported the case and still have no time."""
         return [row for row in self.rows if not row.is_peer and row.state in (WRONG, FAILED)]
@@ -144,6 +149,23 @@ class Run:
         }
 
 
+@frozen
+class _Times:
+    """What times of the host and of layers have in a file."""
+
+    by: str
+    layer: str
+    text: str
+
+
+@frozen
+class _HostTimes(_Times):
+    direct_us: float
+    plain_us: float
+    bound_us: float
+    idle_us: float
+
+
 def load(path: Path, option: str) -> Run:
     """A run that was saved. Raises ArgumentError, which names the option, for anything else."""
     expected = "a file that `dsv4attn bench --save FILE` wrote"
@@ -158,25 +180,13 @@ def load(path: Path, option: str) -> Run:
         hint = "measure again with the version at hand" if schema else ""
         raise ArgumentError(option, expected=f"{expected} ({SCHEMA})", actual=f"{path}: schema {schema}", hint=hint)
     try:
-        return Run(
-            Machine(**saved["machine"]),
-            saved["date"],
-            saved["rounds"],
-            Roofline(**saved["roofline"]),
-            tuple(BenchRow.from_json(row) for row in saved["rows"]),
-            saved["command"],
-            tuple(Cliff(**cliff) for cliff in saved["cliffs"]),
-            saved["unavailable"],
-            saved["versions"],
-            tuple(saved["host"]),
-            saved.get("asked", 0),
-            None if saved.get("complete", True) else saved["ran"],
-            tuple(saved.get("layers", ())),
-            tuple(saved.get("reference_ops", ())),
-        )
-    except (KeyError, TypeError) as error:
-        actual = f"{path}, in which something is missing or too much: {error}"
-        raise ArgumentError(option, expected=expected, actual=actual) from error
+        run: Run = structured(Run, saved)
+        for name, kind in ("host", _HostTimes), ("layers", _Times), ("layers", LayerTime):
+            for i, times in enumerate(getattr(run, name)):
+                structured(kind, times, f"{name}[{i}]")
+    except ValueError as error:
+        raise ArgumentError(option, expected=expected, actual=f"{path}, in which {error}") from error
+    return evolve(run, ran=None) if saved.get("complete", True) else run
 
 
 def this_machine(device: torch.device, cores: int = 0, threads_from: str = "") -> Machine:

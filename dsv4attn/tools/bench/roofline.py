@@ -9,8 +9,6 @@ from attrs import frozen
 
 from dsv4attn.tools.bench.clock import Clock
 
-__all__ = ["Roofline"]
-
 _ROUNDS = 10
 
 

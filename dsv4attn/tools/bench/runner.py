@@ -30,19 +30,6 @@ from dsv4attn.tools.bench.peers import Peer
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.whole_layer import LayerCase, layer_time
 
-__all__ = [
-    "BEST",
-    "FAILED",
-    "MEASURED",
-    "REFUSED",
-    "WRONG",
-    "BenchRow",
-    "Runner",
-    "geomeans",
-    "pair_means",
-    "time_what_is_right",
-]
-
 BEST = "the best peer"
 """Stands for the fastest peer of each case in means."""
 MEASURED, WRONG, FAILED, REFUSED = "measured", "wrong", "failed", "refused"
@@ -128,12 +115,6 @@ class BenchRow:
         derived = {"roofline": self.roofline, "tflops": self.tflops, "gbytes": self.gbytes, "vs_best": self.vs_best}
         values = {**asdict(self), **derived, "best_peer": self.best_peer}
         return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, object]) -> BenchRow:
-        """The inverse of `as_json`. Raises KeyError or TypeError for a missing field."""
-        complete = {"fp8": False, "records": "", "vs_584": None, **values}  # which older files do not have
-        return cls(**{name: complete[name] for name in cls.__annotations__})  # type: ignore[arg-type]
 
 
 _Judged: TypeAlias = "tuple[Contender, float, bool]"

@@ -11,8 +11,6 @@ from attrs import asdict, frozen
 from dsv4attn.tools.bench.cases import PRESETS, KernelCase, decodes, with_topk
 from dsv4attn.tools.bench.runner import BenchRow
 
-__all__ = ["CLIFF", "SERIES", "Cliff", "cliffs", "scaling_cases"]
-
 CLIFF = 1.3
 """Largest ratio of the growth of time to the growth of work from one point to the next without a cliff."""
 

@@ -15,8 +15,6 @@ from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["Growing", "Growth", "growing_calls", "measure", "runs"]
-
 _PAGE, _DIM, _TOPK, _BLOCKS, _BLOCK_SIZE = 64, 128, 512, 2048, 8
 
 

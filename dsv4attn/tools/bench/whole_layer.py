@@ -2,18 +2,19 @@
 
 A layer of each kind of DeepSeek-V4-Flash, with random weights of its sizes, decodes a token of some sequences, and
 takes a part of a prompt. Of the sequences of a decode every r-th, and one at least, completes an entry of r tokens.
-Caches hold zeros: times do not depend on what they hold. Results are not judged here: tests and the conformance kit do
-that.
+Index keys are random, since a selection among equal scores takes longer. The other caches hold zeros: times do not
+depend on them. Results are not judged here: tests and the conformance kit do that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import asdict, evolve, frozen
 from torch import Tensor
 
+from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
@@ -25,11 +26,10 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights, weight_shapes
 from dsv4attn.core.reprs import fields_repr
+from dsv4attn.errors import ArgumentError
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.layer_parts import LayerPart, MarkedBackend, Marks, measured
-
-__all__ = ["LayerCase", "LayerTime", "layer_cases", "layer_time"]
 
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 
@@ -42,17 +42,24 @@ class LayerCase:
     requests: sequences of the step.
     tokens: tokens of each sequence in the step.
     context: tokens of each sequence before the step; for decodes the largest number, see `contexts`.
+    heads: query heads; fewer than the model's are those of a tensor-parallel rank.
     """
 
     kind: LayerKind
     requests: int
     tokens: int
     context: int
+    heads: int = _FLASH.num_heads
+
+    @property
+    def layer(self) -> str:
+        """Name of the layer."""
+        return self.kind.value + (f", {self.heads} heads" if self.heads != _FLASH.num_heads else "")
 
     @property
     def name(self) -> str:
         """Name of the case."""
-        return f"layer {self.kind.value}, {self.step}"
+        return f"layer {self.layer}, {self.step}"
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -86,7 +93,7 @@ class LayerCase:
 class LayerTime:
     """Seconds of a layer: median of the rounds.
 
-    layer: kind of the layer.
+    layer: name of the layer.
     case: name of the case.
     plain_s: everyday.
     deterministic_s: with bits that depend on nothing but a token's own history; None if the backend cannot.
@@ -122,13 +129,18 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{1e3 * seconds:,.0f} ms"
 
 
-def layer_cases(*, small: bool) -> list[LayerCase]:
+def layer_cases(heads: Sequence[int] = (), *, small: bool) -> list[LayerCase]:
     """A decode and a part of a prompt on each kind of layer. small: for a CPU.
 
-    A token sees more entries than a c4a layer selects.
+    heads: of a rank, one layer for each; empty: all. A token sees more entries than a c4a layer selects.
     """
+    ranks = [_FLASH.num_heads // size for size in range(1, _FLASH.o_groups + 1) if _FLASH.o_groups % size == 0]
+    for count in heads:
+        if count not in ranks:
+            raise ArgumentError("--heads", expected=f"heads of a rank's layer, {sorted(ranks)}", actual=count)
     shapes = ((1, 1, 4096), (1, 16, 4096)) if small else ((64, 1, 8192), (1, 2048, 8192))
-    return [LayerCase(kind, *shape) for kind in LayerKind for shape in shapes]
+    layers = [(kind, count) for kind in LayerKind for count in heads or ranks[:1]]
+    return [LayerCase(kind, *shape, count) for kind, count in layers for shape in shapes]
 
 
 def layer_time(case: LayerCase, plain: Backend, deterministic: Backend | None, clock: Clock, rounds: int) -> LayerTime:
@@ -141,7 +153,7 @@ def layer_time(case: LayerCase, plain: Backend, deterministic: Backend | None, c
         parts = _parts(case, plain, clock, rounds)
     exact = times[1] if len(times) > 1 else None
     phase = "decode" if case.tokens == 1 else "prompt"
-    return LayerTime(case.kind.value, case.name, times[0], exact, phase, case.step, tuple(parts), case.completing)
+    return LayerTime(case.layer, case.name, times[0], exact, phase, case.step, tuple(parts), case.completing)
 
 
 @frozen(eq=False)
@@ -171,7 +183,8 @@ class _PreparedLayer:
 
 def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> _PreparedLayer:
     index = next(i for i, (kind, _) in enumerate(_FLASH.layers) if kind is case.kind)
-    geometry = evolve(_FLASH, layers=(_FLASH.layers[index],))
+    rank = _FLASH.tensor_parallel(_FLASH.num_heads // case.heads)
+    geometry = evolve(rank, layers=(_FLASH.layers[index],))
     longest = case.context + case.tokens
     limits = Limits(case.requests, case.requests * case.tokens, longest)
     layout = KVCacheLayout.fp8_ds_mla()
@@ -184,6 +197,11 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
     prefixes = list(zip(sequences, case.contexts, strict=True))
     manager.reserve(prefixes)
     manager.advance(prefixes)
+    index_keys = manager.caches[0].index
+    if index_keys is not None:
+        slots = torch.arange(index_keys.num_blocks * index_keys.block_size, device=device)
+        keys = torch.randn(len(slots), geometry.index_head_dim, device=device, dtype=torch.float32)
+        store_index_keys(keys, index_keys, slots)
     requests = [(sequence, case.tokens) for sequence in sequences]
     metadata, positions = manager.metadata(manager.batch(requests)), manager.positions(requests)
     hidden = torch.randn(positions.shape[0], geometry.hidden_size, device=device, dtype=torch.float32).to(

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from dsv4attn.plugins import PluginRegistry
     from dsv4attn.selection import Selection
 
-__all__ = ["automatic", "backends", "merged"]
-
 _STYLES = {"automatic": "green", "available": "", "unavailable": "yellow", "denied": "dim", "absent": "yellow"}
 MODEL = "flash"
 """The model whose layers the backends are asked about."""
@@ -71,7 +69,11 @@ def backends(*, as_json: bool) -> None:
     out.print(grid([("device", [str(device)]), ("request", request_lines), ("automatic", verdicts)], wide=wide))
     out.print(Padding(_table(rows, wide), (0, 0, 0, 1)))
     styles = [_STYLES.get(row["state"], "red") for row in rows]
-    out.print(grid([(row["name"], _why(row)) for row in rows], styles, wide=wide))
+    # a reason that several backends have is said once
+    firsts: dict[tuple[str, ...], str] = {}
+    whys = [(row["name"], _why(row)) for row in rows]
+    whys = [(n, why if firsts.setdefault(tuple(why), n) == n else [f"as {firsts[tuple(why)]}"]) for n, why in whys]
+    out.print(grid(whys, styles, wide=wide))
 
 
 def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Selection]:

@@ -136,8 +136,8 @@ def bench(
 
     Every result is compared with that of the reference backend, before and after it is timed. The reference computes in
     fp32, and `dsv4attn conform reference` proves it. A wrong result gets no time. Times are medians of rounds in which
-    all calls run in turn. The roofline is measured in the same run. --cases, --batches and --tokens do not change
-    index, compress, mhc and products.
+    all calls run in turn. The roofline is measured in the same run. --cases, --batches, --heads, --drafts and --tokens
+    do not change scaling, host, index, compress, mhc and products. Of these options layer takes --heads alone.
 
     select has a short list of cases. `--cases flash_c4,pro_c4` asks for selections of 512 or 1,024 entries from 8,192
     to 262,144 index keys: prompts of --tokens, 2,048 by default, and decodes of --batches, 1, 8 and 64 by default.
@@ -269,7 +269,7 @@ def _measured(options: _Asked, *, shown: bool) -> Run:
     cases = _cases(options, what, presets, size, small=small)
     peers = _peers(options, {case.kernel for case in cases})
     hosts = host_cases() if "host" in what else []
-    layers = layer_cases(small=small) if "layer" in what else []
+    layers = layer_cases(size.heads, small=small) if "layer" in what else []
     total = len(cases) + len(hosts) + len(layers)
     rows, host, times, ran, stopped = [], [], [], 0, False
     # the CPU's threads do not matter for times on an accelerator

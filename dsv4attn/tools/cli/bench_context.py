@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from dsv4attn.tools.bench.context_cases import ContextCase
     from dsv4attn.tools.replay.over_ranks import MeteredContext
 
-__all__ = ["bench_context"]
-
 
 @click.command(short_help="Time decode over ranks, under torchrun, and compare it with one rank.")
 @options(

@@ -10,8 +10,6 @@ from dsv4attn.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_named", "device_of_rank"]
-
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Kinds of torch devices that ranks may have, with the backend of their process group."""
 

@@ -11,8 +11,6 @@ from dsv4attn.tools.cli.bench_device import device_named
 from dsv4attn.tools.cli.common import console, require_torch
 from dsv4attn.tools.cli.options import JSON, flag, options, text
 
-__all__ = ["bench_memory"]
-
 
 @click.command(short_help="Show how memory grows with the context of selections.")
 @options(

@@ -31,26 +31,6 @@ if TYPE_CHECKING:
     from dsv4attn.core.contract.problem import Reason
     from dsv4attn.plugins import PluginFailure
 
-__all__ = [
-    "COMPILED_FOR",
-    "check_matplotlib",
-    "check_request",
-    "chosen_backend",
-    "console",
-    "device_facts",
-    "device_json",
-    "devices_of_plugins",
-    "epilog",
-    "failure_json",
-    "geometry_of",
-    "grid",
-    "longest_context",
-    "reason_json",
-    "require_torch",
-    "simple_table",
-    "write_file",
-]
-
 _ANY = "any sm_* and gfx* is taken too; `nvidia-smi --query-gpu=compute_cap --format=csv` and `rocminfo` say which"
 _MAKERS = {
     "nvidia": "of NVIDIA, name a card (h200, rtx4090) or an architecture (sm_90): any sm_* is taken",

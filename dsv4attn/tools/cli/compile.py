@@ -9,13 +9,14 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
 from attrs import asdict, evolve, field, frozen
 
 from dsv4attn.core.cache.key_records import KEY_RECORDS
-from dsv4attn.integrations.engines import ENGINES, Engine
+from dsv4attn.integrations.engines import ENGINES, VLLM, Engine
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     COMPILED_FOR,
@@ -30,7 +31,7 @@ from dsv4attn.tools.cli.common import (
     require_torch,
     simple_table,
 )
-from dsv4attn.tools.cli.options import JSON, OPTION, choice, command_line, integer, options, text, token_count
+from dsv4attn.tools.cli.options import JSON, backend_option, choice, command_line, integer, options, text, token_count
 from dsv4attn.tools.cli.progress import progress_bar
 from dsv4attn.tools.cli.threads import check_number
 
@@ -99,7 +100,8 @@ class _Job:
     ),
     text(
         "--backend",
-        help="Backend whose kernels are compiled.  [default: every backend that runs on the device]",
+        help="Backend whose kernels are compiled.  [default: with --engine those native to the device, which an engine "
+        "chooses from; else every one that runs there]",
         shell_complete=complete.backends,
     ),
     text(
@@ -129,13 +131,19 @@ class _Job:
         default=0,
         help="Draft tokens that each request verifies in a decode step, as the engine's option of this name has it.",
     ),
-    OPTION,
-    text("--kernel", "kernels", multiple=True, help="Kernel to compile; may be repeated.  [default: all]"),
+    backend_option("the configuration's; with --engine vllm also projection=fp8, as vLLM's wheel has it"),
+    text(
+        "--kernel",
+        "kernels",
+        multiple=True,
+        help="Kernel to compile, as the table names it; may be repeated. An unknown name, such as --kernel names, "
+        "is answered with all names.  [default: all]",
+    ),
     text(
         "--cache",
         "folder",
         metavar="FOLDER",
-        type=click.Path(file_okay=False, writable=True, path_type=Path),
+        type=click.Path(path_type=Path),
         help="Folder of Triton's cache that gets the kernels.  [default: TRITON_CACHE_DIR, or Triton's own]",
     ),
     choice(
@@ -172,14 +180,14 @@ def compile_(
     confirmed it. A kernel that "spills" more than its backend expects is right, but slow. A kernel that exceeds a
     "limit" may not launch. A kernel that "failed" did not compile. Results go to Triton's cache,
     where a launch finds them: compile into a folder of an image, and set TRITON_CACHE_DIR to it there. vLLM and SGLang
-    have folders of their own without this variable: see --engine. Compile with the Triton of the image. For vLLM, whose
-    wheel asks for it, backends have the option projection=fp8 unless the configuration or --option says otherwise.
+    have folders of their own without this variable: see --engine. Compile with the Triton of the image.
 
     \b
     Exit codes:
       0    no more spills than expected, every block fits, matrix units are used
-      1    a kernel spills more, exceeds a limit, or does not compile
-      2    bad input
+      1    a kernel spills more, exceeds a limit, does not compile, or does 16-bit
+           products without the matrix unit
+      2    bad input, or a folder of kernels that cannot be written
     """  # noqa: D301 - click wants the character
     # names first: torch takes seconds
     served = next((known for known in ENGINES if known.package == engine), None)
@@ -188,11 +196,13 @@ def compile_(
     check_request(backend)
     archs = [_arch(name) for name in targets]
     workers = None if jobs is None else check_number("--jobs", jobs)
+    if served is not None and folder is None:
+        folder = served.kernel_folder()
+    # without an engine, Triton's own folder, which is vLLM's
+    _check_writable(folder or VLLM.kernel_folder())
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
-    if served is not None and folder is None:
-        folder = served.kernel_folder()
     if folder is not None:
         # Triton reads it at each compilation, and so do the processes that it starts
         os.environ["TRITON_CACHE_DIR"] = str(folder.resolve())
@@ -201,7 +211,7 @@ def compile_(
     bounds = [bounds_of(geometry, dtype, longest, num_speculative_tokens) for dtype in dict.fromkeys(dtypes)]
     _require_triton()
     loaded, failed = _loaded(backend, backend_options, served.options if served else {})
-    tasks = _jobs(archs, loaded, bounds, kernels)
+    tasks = _jobs(archs, loaded, bounds, kernels, natively=served is not None and not backend)
     from dsv4attn.backends._triton.compiling.aot import compile_all
 
     total = sum(len(task.variants) * (1 if task.target.is_cuda else 2) for task in tasks)
@@ -228,6 +238,20 @@ def compile_(
         if folder is not None and all(outcome.resources for task in tasks for outcome in task.outcomes):
             _show_for_image(ctx, folder.resolve())
     ctx.exit(OK if ok else FAILED)
+
+
+def _check_writable(folder: Path) -> None:
+    """Make the folder of the kernels. Raises ArgumentError if it cannot be written, which would fail each kernel."""
+    from dsv4attn.errors import ArgumentError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        actual, hint = f"{folder}: {error.strerror}", "name another one with --cache"
+        expected = "one that can be written"
+        raise ArgumentError("folder of kernels", expected=expected, actual=actual, hint=hint) from error
 
 
 def _show_for_image(ctx: click.Context, folder: Path) -> None:
@@ -261,20 +285,22 @@ def _jobs(
     loaded: Mapping[str, tuple[Registered, Backend]],
     bounds: Sequence[WarmupSpec],
     kernels: Collection[str],
+    *,
+    natively: bool,
 ) -> list[_Job]:
-    """The jobs. loaded: the backends whose kernels can be compiled."""
+    """The jobs. loaded: the backends whose kernels can be compiled. natively: only for devices they are native to."""
     from dsv4attn.backends._triton.compiling.targets import Target
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
     chosen = [Target.of(arch) for arch in archs]
-    jobs, names = [], set[str]()
+    jobs, names, wanted = [], set[str](), {_short(name) for name in kernels}
     for target in dict.fromkeys(chosen):
         facts = DeviceFacts.named(target.name)
         backends_here = {
             name: compiled
             for name, (registration, compiled) in loaded.items()
-            if facts.matches(registration.info.runs_on)
+            if facts.matches(registration.info.native if natively else registration.info.runs_on)
         }
         if not backends_here:
             patterns = sorted({pattern for registration, _ in loaded.values() for pattern in registration.info.runs_on})
@@ -282,11 +308,11 @@ def _jobs(
             raise ArgumentError("--target", expected=expected, actual=target.name)
         for name, compiled in backends_here.items():
             variants = [_checked(name, v) for b in bounds for v in compiled.kernel_variants(b, facts)]
-            names |= {variant.name for variant in variants}
-            chosen_variants = [v for v in dict.fromkeys(variants) if not kernels or v.name in kernels]
+            names |= {_short(variant.name) for variant in variants}
+            chosen_variants = [v for v in dict.fromkeys(variants) if not kernels or _short(v.name) in wanted]
             jobs.append(_Job(target, name, chosen_variants))
     for name in kernels:
-        if name not in names:
+        if _short(name) not in names:
             raise UnknownNameError("kernel", name, names)
     return jobs
 
@@ -384,6 +410,11 @@ def bounds_of(
     return WarmupSpec.of(geometry, limits, swa=layout, aligned_rows=True, layer_parts=True)
 
 
+def _short(kernel: str) -> str:
+    """The name of a kernel in the table."""
+    return kernel.removesuffix("_kernel")
+
+
 def _checked(backend: str, variant: object) -> Variant:
     from dsv4attn.backends._triton.compiling.variant import Variant
     from dsv4attn.errors import ArgumentError
@@ -440,7 +471,7 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
     table.add_column("", no_wrap=True)
     name_above = ""
     for outcome, difference in described:
-        need, name = outcome.resources, outcome.variant.name.removesuffix("_kernel")
+        need, name = outcome.resources, _short(outcome.variant.name)
         numbers = ["-"] * 6
         if need is not None:
             spilled = need.spill_stores + need.spill_loads

@@ -15,27 +15,6 @@ from io import StringIO
 import click
 from click.shell_completion import CompletionItem
 
-__all__ = [
-    "Completer",
-    "backend_options",
-    "backends",
-    "bench_cases",
-    "cache_formats",
-    "context_cases",
-    "devices",
-    "files",
-    "layers",
-    "measurements",
-    "models",
-    "peers",
-    "requests_of_backends",
-    "several",
-    "targets",
-    "torch_devices",
-    "traces",
-    "words",
-]
-
 Words = Mapping[str, str]
 """Words that complete, each with a line that zsh and fish show next to it, or ""."""
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dsv4attn.testing.conform import Certificate, Outcome, Subject
     from dsv4attn.testing.parity import Parity
 
-__all__ = ["conform", "grouped", "run_kit", "show_failures", "write_page"]
-
 
 SHOWN = 8
 """Kinds of failures shown in full, and cases named of each; the certificate has all of them."""

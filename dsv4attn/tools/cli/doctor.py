@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from dsv4attn.plugins import PluginRegistry
     from dsv4attn.selection import Selection
 
-__all__ = ["doctor"]
-
 _PACKAGES = ("torch", "triton", "attrs", "pluggy", "click", "rich", "numpy")
 _RELATED = (
     "CUDA_VISIBLE_DEVICES",

@@ -21,9 +21,6 @@ from dsv4attn.integrations.engine_internals import listed
 from dsv4attn.integrations.engines import ENGINES, Engine, Guard, RefusedError
 from dsv4attn.plugins import PLUGIN_ERRORS, first_line, trace_of
 
-__all__ = ["STATES", "EngineState", "as_json", "examine", "related"]
-
-
 STATES = ("absent", "no wheel", "off", "left out", "broken", "refused", "untested", "active")
 """Of an engine and its wheel; `docs/engines.md` says what each means."""
 

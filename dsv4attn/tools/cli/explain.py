@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.selection import Selection
 
-__all__ = ["explain"]
-
 _DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32")
 _RECORDS = {
     "584/584": ("fp8_ds_mla", "fp8_ds_mla"),

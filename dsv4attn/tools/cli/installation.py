@@ -16,8 +16,6 @@ from attrs import field, frozen
 from dsv4attn.core.contract.device import TRITON_SOURCES
 from dsv4attn.tools.cli.threads import usable_cores
 
-__all__ = ["Attempt", "devices_without_use", "nodes", "system", "tried"]
-
 _DEV, _SYS, _PROC = Path("/dev"), Path("/sys"), Path("/proc")
 _SECONDS = 120
 _SCRIPTS = {

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.serving.memory import Deployment, MemoryPlan
 
-__all__ = ["memory"]
-
 _GIB = 2**30
 _RECORDS = tuple(name for name in KEY_RECORDS if name != "fp8_ds_mla")
 _DTYPES = ("e4m3fn", "bfloat16", "float32", *_RECORDS)

@@ -22,8 +22,6 @@ from dsv4attn.tools.cli import complete, print_json
 from dsv4attn.tools.cli.common import console, grid
 from dsv4attn.tools.cli.options import JSON, options, text
 
-__all__ = ["NewPlugin", "new_plugin", "template_folder"]
-
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _DEVICE = re.compile(r"[a-z0-9_.*?\[\]-]+")
 _ADAPTERS = ("vllm", "sglang")

@@ -11,29 +11,6 @@ import click
 
 from dsv4attn.tools.cli import complete
 
-__all__ = [
-    "DECIDED_BACKEND",
-    "FILTER",
-    "HTML",
-    "JSON",
-    "MODEL",
-    "OPTION",
-    "SAVE",
-    "TokenCount",
-    "WholeNumber",
-    "choice",
-    "command_line",
-    "flag",
-    "integer",
-    "named_words",
-    "number_list",
-    "options",
-    "pairs",
-    "target_file",
-    "text",
-    "token_count",
-]
-
 _LARGEST = 2**31 - 1
 """Largest number that an option without a bound of its own takes: what a 32-bit index can count."""
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -199,15 +176,22 @@ MODEL = text(
     help="Model: flash, pro, v4.1-flash, or the path of a config.json.",
     shell_complete=complete.models,
 )
-OPTION = text(
-    "--option",
-    "backend_options",
-    metavar="KEY=VALUE",
-    multiple=True,
-    callback=pairs,
-    help="Option of the backend; may be repeated.",
-    shell_complete=complete.backend_options,
-)
+
+
+def backend_option(default: str = "") -> Option:
+    """An option that takes options of the backend. default: in words, for the help."""
+    return text(
+        "--option",
+        "backend_options",
+        metavar="KEY=VALUE",
+        multiple=True,
+        callback=pairs,
+        help="Option of the backend; may be repeated." + (f"  [default: {default}]" if default else ""),
+        shell_complete=complete.backend_options,
+    )
+
+
+OPTION = backend_option()
 
 
 def command_line(ctx: click.Context, *left_out: str) -> list[str]:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from dsv4attn.testing.parity import Parity
 
-__all__ = ["parity"]
-
 _NOT_RUN = "skipped"
 _STYLES = {"passed": "", "failed": "bold red", "refused": "yellow", "skipped": "dim"}
 _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged:prefill_indices=ragged"

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import click
 
-__all__ = ["LINE_SECONDS", "Advance", "progress_bar", "working"]
-
 LINE_SECONDS = 4.0
 """Seconds between lines of progress where stderr is no terminal."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.tools.replay.over_ranks import MeteredContext
 
-__all__ = ["check_ranks", "joined", "launched"]
-
 OPTION = "--context-parallel"
 TIMEOUT = timedelta(minutes=5)
 """The longest wait for another rank: no exchange of a run takes that long."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dsv4attn.tools.replay.over_ranks import MeteredContext
     from dsv4attn.tools.replay.results import Report
 
-__all__ = ["run"]
-
 
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _SHORT, _LONG = "short", "long"

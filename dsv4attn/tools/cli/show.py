@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-__all__ = ["SeenKeys", "draw_keys", "seen_keys", "show"]
-
 _MOST_ROWS, _MOST_COLUMNS = 2048, 100
 """Tokens of a prompt that is drawn as a picture, and as text."""
 _WIDTH, _HEIGHT = 4.2, 2.1

@@ -12,8 +12,6 @@ from attrs import asdict, frozen
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["Threads", "check_number", "usable_cores", "wait_passively"]
-
 VARIABLE = "OMP_NUM_THREADS"
 _LEAST_BOUND, _PER_CORE = 64, 4
 """Threads that any machine may have, and threads for each core of a larger one."""

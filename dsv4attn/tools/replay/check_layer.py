@@ -53,8 +53,6 @@ from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
 
-__all__ = ["CheckedStep", "LayerChecker", "choose_rows", "selecting_tokens", "tolerance_of"]
-
 _SAMPLED = 64
 """Elements of an output that are compared."""
 _PROJECTED = 5 * BF16 / math.sqrt(3)

@@ -31,8 +31,6 @@ from dsv4attn.tools.replay.random_weights import RandomWeights
 from dsv4attn.tools.replay.results import Report
 from dsv4attn.tools.replay.workload import Workload
 
-__all__ = ["Progress", "Replay", "ReplayConfig"]
-
 
 def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], object]:
     return lambda _, attribute, value: check_count(attribute.name, value, minimum)

@@ -30,8 +30,6 @@ from dsv4attn.tools.replay.recorder import RecordingBackend, wait_for
 from dsv4attn.tools.replay.results import LAYER_OPERATIONS, LayerReport
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
 
-__all__ = ["LayerRunner", "MeteredWorkspace", "RunSettings", "timed"]
-
 
 @contextmanager
 def timed(seconds: MutableMapping[str, float], name: str, device: torch.device | None = None) -> Iterator[None]:

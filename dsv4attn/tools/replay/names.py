@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-__all__ = ["CACHES"]
-
 CACHES = ("fp8_ds_mla", "bf16", "fp32")
 """Names of `ReplayConfig.cache`. With `fp32`, hidden states, queries and keys are fp32 too: no format rounds."""

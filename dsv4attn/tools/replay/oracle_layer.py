@@ -17,8 +17,6 @@ from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.random_weights import RandomWeights
 
-__all__ = ["OracleLayer"]
-
 
 class OracleLayer:
     """One layer."""

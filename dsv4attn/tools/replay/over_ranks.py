@@ -22,18 +22,6 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.read_back import IndexKeyReader, KeyReader
 
-__all__ = [
-    "IndexKeyReaderOverRanks",
-    "KeyReaderOverRanks",
-    "LayerOnRank",
-    "MeteredContext",
-    "OutputDigest",
-    "RankReport",
-    "RanksReport",
-    "Traffic",
-    "selected_over_ranks",
-]
-
 
 class MeteredContext(ContextParallel):
     """A context that counts the bytes which this rank sends."""

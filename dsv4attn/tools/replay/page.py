@@ -9,8 +9,6 @@ from dsv4attn.testing.page import document
 from dsv4attn.tools.replay.report import ERRORS, OPERATIONS, SHARES, failures, head, notes, sections, verdict
 from dsv4attn.tools.replay.results import LayerReport, Report
 
-__all__ = ["as_html"]
-
 _STYLE = """
 :root{--ok:#1a7f37;--bad:#c62828;--c0:#0b6bcb;--c1:#b35900;--c2:#6b4fbb}
 @media(prefers-color-scheme:dark){:root{--ok:#5fd07f;--bad:#ff8a80;--c0:#6db3f8;--c1:#ffb066;--c2:#b9a3f5}}

@@ -12,8 +12,6 @@ from dsv4attn.serving.cache_manager import COMPRESSED, WINDOW, CachedSequence, C
 from dsv4attn.serving.request import Request
 from dsv4attn.serving.scheduler import Step
 
-__all__ = ["COMPRESSED_BLOCK_TOKENS", "PageBytes", "PageGroup", "RequestPages", "plan_pools"]
-
 COMPRESSED_BLOCK_TOKENS = 256
 """Tokens that a page of a compressed cache stands for; it holds 256 // ratio records."""
 

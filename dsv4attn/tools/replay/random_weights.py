@@ -21,8 +21,6 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
 from dsv4attn.testing.oracle.attention import F64
 
-__all__ = ["LOUDEST", "RandomWeights", "hidden_bank", "norm_weights"]
-
 LOUDEST = 3.0
 """Weight of the loud channels of a key; one in 64 is loud, the others lie around 1."""
 

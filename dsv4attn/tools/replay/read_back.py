@@ -25,8 +25,6 @@ from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
 
-__all__ = ["BF16", "SUMS", "IndexKeyReader", "KeyReader", "rounding_bound", "share_of_bound"]
-
 BF16 = 2.0**-8
 """Largest relative error of a value that is rounded to bf16."""
 SUMS = 2.0**-15

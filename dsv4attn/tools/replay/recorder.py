@@ -24,8 +24,6 @@ from dsv4attn.core.contract.wrapped import WrappedBackend
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.tools.replay.results import LAYER_OPERATIONS
 
-__all__ = ["RecordingBackend", "Stopwatch", "wait_for"]
-
 
 def wait_for(device: torch.device) -> None:
     """Wait until an accelerator has done all work that was launched on it, so that times include that work."""

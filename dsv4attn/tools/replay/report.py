@@ -11,19 +11,6 @@ from attrs import asdict
 from dsv4attn.tools.replay.over_ranks import RanksReport, Traffic
 from dsv4attn.tools.replay.results import CheckResult, Errors, LayerReport, Report
 
-__all__ = [
-    "ERRORS",
-    "OPERATIONS",
-    "SHARES",
-    "as_json",
-    "as_text",
-    "failures",
-    "head",
-    "notes",
-    "sections",
-    "verdict",
-]
-
 
 def as_json(report: Report) -> dict[str, Any]:
     """Plain values under the names of the fields; an error that is not a number is null."""

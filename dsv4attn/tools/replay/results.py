@@ -10,15 +10,6 @@ from attrs import asdict, astuple, define, evolve, field, frozen
 if TYPE_CHECKING:
     from dsv4attn.tools.replay.over_ranks import RanksReport
 
-__all__ = [
-    "LAYER_OPERATIONS",
-    "SHOWN_FAILURES",
-    "CheckResult",
-    "Errors",
-    "LayerReport",
-    "Report",
-]
-
 SHOWN_FAILURES = 5
 """Failed rows of a layer type that are described; all are counted."""
 

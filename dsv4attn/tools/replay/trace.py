@@ -31,7 +31,6 @@ from dsv4attn.core.argument_checks import check_count
 from dsv4attn.errors import ArgumentError, TraceError
 from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request, hash_blocks
 from dsv4attn.tools.replay.trace_formats import (
-    MAX_REQUEST_TOKENS,
     TIME_UNITS,
     BadLineError,
     MooncakeUnits,
@@ -39,20 +38,6 @@ from dsv4attn.tools.replay.trace_formats import (
     TraceRow,
     detect,
 )
-
-__all__ = [
-    "HASH_BLOCK_TOKENS",
-    "MAX_REQUEST_TOKENS",
-    "STDIN",
-    "Request",
-    "Trace",
-    "generated_trace",
-    "load_trace",
-    "read_trace",
-    "selecting_trace",
-    "short_trace",
-    "shrink",
-]
 
 STDIN = "-"
 """The path that means standard input."""

@@ -19,8 +19,6 @@ from attrs import frozen
 from dsv4attn.errors import did_you_mean
 from dsv4attn.serving.request import HASH_BLOCK_TOKENS, hash_blocks
 
-__all__ = ["MAX_REQUEST_TOKENS", "TIME_UNITS", "BadLineError", "MooncakeUnits", "TraceFormat", "TraceRow", "detect"]
-
 MAX_REQUEST_TOKENS = 1 << 20
 """Longest prompt plus output of one request: the context length of the models (1,048,576 tokens)."""
 

@@ -22,8 +22,6 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.serving.request import Request
 from dsv4attn.tools.replay.random_weights import hidden_bank
 
-__all__ = ["Tokens", "Workload"]
-
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 

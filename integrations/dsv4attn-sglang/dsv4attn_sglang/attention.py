@@ -12,8 +12,6 @@ from typing import Any
 
 from dsv4attn.compat import flash_mla
 
-__all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "serve"]
-
 HEAD_DIM = 512
 _records = {584}
 """Bytes of the window records that are read here."""

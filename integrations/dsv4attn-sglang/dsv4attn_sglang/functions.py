@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CUDA", "GATHER", "INDEXER", "SM120", "XPU"]
-
 _OPS = "sglang.kernels.ops.attention"
 CUDA = {
     f"{_OPS}.flash_mla_interface.flash_mla_with_kvcache": "flash_mla_with_kvcache",

@@ -17,8 +17,6 @@ from dsv4attn import Backend, PagedKVCache
 from dsv4attn.core.attention.overlap import check_results_apart
 from dsv4attn_sglang.records import LAYOUTS
 
-__all__ = ["dequantize_k_cache_paged_dsv4", "serve"]
-
 _backends: dict[torch.device, Backend] = {}
 
 

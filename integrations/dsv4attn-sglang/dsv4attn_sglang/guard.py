@@ -5,8 +5,6 @@ from __future__ import annotations
 from dsv4attn.integrations.engines import SGLANG, Guard, OnceLog
 from dsv4attn.integrations.engines import RefusedError as EngineRefusedError
 
-__all__ = ["GUARD", "LOG", "RefusedError"]
-
 LOG = OnceLog(SGLANG, "dsv4attn_sglang")
 
 

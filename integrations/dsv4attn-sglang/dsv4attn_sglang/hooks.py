@@ -22,8 +22,6 @@ from dsv4attn_sglang import __version__
 from dsv4attn_sglang.functions import GATHER, INDEXER
 from dsv4attn_sglang.guard import GUARD, LOG, RefusedError
 
-__all__ = ["ATTENTION", "RECORDS", "SCHEDULER", "watch_scheduler"]
-
 SCHEDULER = "sglang.srt.managers.scheduler"
 ATTENTION = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
 

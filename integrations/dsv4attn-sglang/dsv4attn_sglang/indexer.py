@@ -24,8 +24,6 @@ from torch import Tensor
 from dsv4attn import Backend, IndexQuery, KVCacheLayout, PagedKVCache, TokenMap
 from dsv4attn.core.torch_ops.selection import select_all
 
-__all__ = ["forward_c4_indexer", "plan_selection", "serve"]
-
 PAGE, HEAD_DIM = 64, 128
 _LAYOUT = KVCacheLayout.index_fp8(HEAD_DIM)
 

@@ -18,8 +18,6 @@ from dsv4attn.integrations.engine_internals import Called, Internal, Named, Over
 from dsv4attn_sglang.functions import CUDA, SM120, XPU
 from dsv4attn_sglang.guard import GUARD
 
-__all__ = ["NEEDED", "RUNNER", "TABLE", "Hooked", "check", "check_functions", "parts_of"]
-
 _NAMES: tuple[Internal, ...] = (
     Named("sglang.srt.managers.scheduler", ("Scheduler",)),
     Named("sglang.srt.model_executor.model_runner_components.attention_backend_setup", ("build_attention_backends",)),

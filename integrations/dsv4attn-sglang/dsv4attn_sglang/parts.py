@@ -12,8 +12,6 @@ from dsv4attn.integrations.variables import SGLANG_PARTS
 from dsv4attn_sglang import records
 from dsv4attn_sglang.guard import RefusedError
 
-__all__ = ["GATHER", "INDEXER", "PARTS", "VARIABLE", "Device", "check", "chosen"]
-
 VARIABLE = SGLANG_PARTS
 """Parts by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
 

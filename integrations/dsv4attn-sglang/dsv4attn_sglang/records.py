@@ -14,8 +14,6 @@ from typing import Any
 from dsv4attn import KVCacheLayout
 from dsv4attn_sglang.guard import RefusedError
 
-__all__ = ["LAYOUTS", "NAME", "are_asked_for", "are_named", "check", "select_dsv4_kv_layout"]
-
 _VARIABLE, NAME = "SGLANG_DSV4_KV_LAYOUT", "v41_new"
 LAYOUTS = {"v4": KVCacheLayout.fp8_ds_mla(), NAME: KVCacheLayout.v41_fp8(), "v41_fp4_new": KVCacheLayout.v41_fp4()}
 """Layouts of caches by SGLang's names. Each token's scales follow its codes in the last two."""

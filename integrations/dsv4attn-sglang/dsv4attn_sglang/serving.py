@@ -18,8 +18,6 @@ from dsv4attn.selection import explain
 from dsv4attn_sglang import attention, functions, gather, indexer, parts, records
 from dsv4attn_sglang.guard import LOG, RefusedError
 
-__all__ = ["bounds_of", "check", "targets"]
-
 WINDOW = 128
 COLUMNS = 64
 """SGLang fills rows of indices up to a multiple of this."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from dsv4attn_tokenspeed.kernels import ints, kernel, trait
 
-__all__ = ["decode", "prefill", "register", "selected_attention"]
-
 _RECORD = 584
 _INTS = trait(torch.int32, torch.int64)
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from dsv4attn import KVCacheLayout
 from dsv4attn_tokenspeed.kernels import backend_for, kernel, paged, trait
 
-__all__ = ["register", "swa_cache_insert"]
-
 _LAYOUT = KVCacheLayout.fp8_ds_mla()
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from dsv4attn import IndexQuery, KVCacheLayout, TokenMap
 from dsv4attn_tokenspeed.kernels import backend_for, kernel, paged, trait
 
-__all__ = ["decode_topk", "prefill_topk", "register"]
-
 _DIM = 128
 _LAYOUTS = {"mxfp4": KVCacheLayout.index_mxfp4(_DIM), "fp8_scaled": KVCacheLayout.index_fp8(_DIM)}
 

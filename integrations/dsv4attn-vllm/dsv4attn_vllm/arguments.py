@@ -17,19 +17,6 @@ from typing import Any
 from dsv4attn.integrations.variables import VLLM_PARTS
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 
-__all__ = [
-    "NAME",
-    "backend_of_vllm",
-    "has_attention_of_vllm",
-    "is_requested",
-    "is_used",
-    "log_unused",
-    "prepare",
-    "refuse_monokernel",
-    "resolve",
-    "share_request",
-]
-
 NAME = "DSV4ATTN"
 """What `--attention-backend` calls this package."""
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 else:
     _Layer = _V41Layer = object
 
-__all__ = ["Dsv4Attention", "Dsv41Attention", "insert_context_kv"]
-
 
 class Dsv4Attention(_Layer):
     """Goes before vLLM's class of a platform among the bases of that platform's layer.

@@ -18,8 +18,6 @@ from dsv4attn_vllm.metadata import StateBackend, V41StateBackend
 if TYPE_CHECKING:
     from dsv4attn_vllm.serving import Serving
 
-__all__ = ["Compressor", "V41Compressor", "V41Insert", "adopt", "adopt_insert", "bound_cache", "in_fp32"]
-
 _LONG = 128
 """For this ratio vLLM's metadata say whether any request completes an entry."""
 

@@ -6,8 +6,6 @@ from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention
 
 from dsv4attn_vllm.attention import Dsv4Attention
 
-__all__ = ["CPUAttention"]
-
 
 class CPUAttention(Dsv4Attention, DeepseekV4CPUAttention):
     """The layer on a CPU."""

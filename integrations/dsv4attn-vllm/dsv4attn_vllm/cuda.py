@@ -12,8 +12,6 @@ from dsv4attn_vllm.attention import Dsv4Attention, Dsv41Attention
 from dsv4attn_vllm.guard import LOG
 from dsv4attn_vllm.replacements import original
 
-__all__ = ["CUDAAttention", "V41CUDAAttention", "chosen_class", "select_attention", "select_v41_attention"]
-
 
 class CUDAAttention(Dsv4Attention, DeepseekV4Attention):
     """The layer on CUDA."""

@@ -22,10 +22,8 @@ from dsv4attn.integrations.variables import VLLM_ENTRIES
 from dsv4attn_vllm.guard import GUARD, RefusedError, is_before_0_33
 from dsv4attn_vllm.parts import INDEXER, VARIABLE
 
-__all__ = ["UNKNOWN", "Recorder", "check_entries", "folder_of_entries", "recorder_of", "write_entries"]
-
-_WARM_UP = re.compile(r"_warmup_\d+_|_v2_mixed_warmup_(decode|prefill)_")
-"""Names of requests by which vLLM warms up its kernels on a GPU (`vllm/v1/worker/gpu/warmup.py`)."""
+_WARM_UP = re.compile(r"_(\w+_)?warmup_(\d+|decode|prefill)_")
+"""Names of requests by which vLLM warms up its kernels on a GPU (`vllm/v1/worker/gpu/warmup.py` and its callers)."""
 UNKNOWN = -2
 """In the row of a token whose entries nobody recorded: its block came from a connector, as for an offloaded cache."""
 

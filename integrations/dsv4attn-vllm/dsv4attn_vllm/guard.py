@@ -5,8 +5,6 @@ from __future__ import annotations
 from dsv4attn.integrations.engines import VLLM, Guard, OnceLog
 from dsv4attn.integrations.engines import RefusedError as EngineRefusedError
 
-__all__ = ["GUARD", "LOG", "RefusedError", "is_before_0_33"]
-
 LOG = OnceLog(VLLM, "vllm.dsv4attn")
 
 

@@ -15,8 +15,6 @@ from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.parts import MHC, VARIABLE, without_mhc_warmup
 from dsv4attn_vllm.replacements import Replacement, original, replace
 
-__all__ = ["CONSTRUCTORS", "FUNCTIONS", "OPS", "install", "serve"]
-
 _serving: list[tuple[str, LayerOps]] = []
 """The backend of the first model by name, and its layer ops."""
 

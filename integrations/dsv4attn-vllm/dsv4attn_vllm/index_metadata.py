@@ -22,8 +22,6 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from dsv4attn_vllm.metadata import visible_entries, visible_entries_of_replayed
 
-__all__ = ["IndexBackend", "IndexMetadata", "IndexMetadataBuilder", "V41IndexBackend"]
-
 
 @dataclass
 class IndexMetadata(DeepseekV32IndexerMetadata):

@@ -31,18 +31,6 @@ if TYPE_CHECKING:
 else:
     _Indexer = object
 
-__all__ = [
-    "IndexCache",
-    "IndexerParts",
-    "Selector",
-    "V41IndexCache",
-    "V41Indexer",
-    "V41Selector",
-    "check_selector",
-    "indexer_class",
-    "indexer_globals",
-]
-
 
 class IndexCache(DeepseekV4IndexerCache):
     """The cache of index keys; its metadata are made by dsv4attn's builder."""

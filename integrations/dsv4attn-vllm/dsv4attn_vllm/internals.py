@@ -11,8 +11,6 @@ from dsv4attn.integrations import engine_internals
 from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored, Written, names_of
 from dsv4attn_vllm.guard import GUARD, is_before_0_33
 
-__all__ = ["TABLE", "check", "groups_of", "lacking", "parts_of"]
-
 _V4, _V41 = "vllm.models.deepseek_v4", "vllm.models.deepseek_v41"
 _BACKENDS = "vllm.v1.attention.backends"
 _INDEXER = "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer"

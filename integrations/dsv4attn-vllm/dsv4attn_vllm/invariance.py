@@ -11,8 +11,6 @@ from typing import Any
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, MHC, VARIABLE
 
-__all__ = ["PLATFORMS", "SWITCH", "check_invariance", "is_invariant"]
-
 SWITCH = "VLLM_BATCH_INVARIANT"
 """vLLM's variable."""
 

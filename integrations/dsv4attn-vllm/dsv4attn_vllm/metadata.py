@@ -34,23 +34,6 @@ if TYPE_CHECKING:
 else:
     _SWABuilder = _CompressedBuilder = object
 
-__all__ = [
-    "Backend",
-    "Described",
-    "FlashMLAMetadata",
-    "SWABackend",
-    "SWAMetadata",
-    "StateBackend",
-    "V41Backend",
-    "V41SWABackend",
-    "V41StateBackend",
-    "VariableDecodes",
-    "Windows",
-    "positions_of",
-    "visible_entries",
-    "visible_entries_of_replayed",
-]
-
 
 class VariableDecodes:
     """Steps of decode alone may be captured, of any number of tokens a request: index rows are per token.

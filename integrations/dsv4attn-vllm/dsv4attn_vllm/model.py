@@ -18,8 +18,6 @@ from dsv4attn_vllm.guard import GUARD, LOG
 from dsv4attn_vllm.parts import MHC, requested_parts
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name, replace, restore
 
-__all__ = ["V4_CLASSES", "V41_CLASSES", "activate", "follow"]
-
 V4_CLASSES = {
     "DeepseekV4ForCausalLM": "DeepseekV4ForCausalLM",
     "DeepseekV4ForConditionalGeneration": "DeepseekV4ForConditionalGeneration",

@@ -13,24 +13,6 @@ from dsv4attn.integrations.engines import parts_named, words_of
 from dsv4attn.integrations.variables import VLLM_PARTS
 from dsv4attn_vllm.guard import RefusedError
 
-__all__ = [
-    "AUTO",
-    "COMPRESSOR",
-    "INDEXER",
-    "MHC",
-    "PARTS",
-    "PROJECTION",
-    "VARIABLE",
-    "Device",
-    "chosen",
-    "is_named",
-    "register_remaining",
-    "requested_parts",
-    "v41_parts",
-    "without_mhc_warmup",
-    "without_warmup",
-]
-
 VARIABLE = VLLM_PARTS
 """Parts by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
 

@@ -13,8 +13,6 @@ from dsv4attn.integrations.engines import VLLM
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.parts import PROJECTION, VARIABLE, is_named
 
-__all__ = ["parts_with", "settings_for"]
-
 
 def settings_for(parts: frozenset[str], problems: Sequence[Problem], device: DeviceFacts | str) -> Settings:
     """The user's settings, with `projection=fp8` for the backends that will be chosen if that part is asked for.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 else:
     _IndexCache = object
 
-__all__ = ["FP4_CACHE", "InV41Pages", "V41IndexPages", "are_of_v41", "v41_records"]
-
 FP4_CACHE = "nvfp4_ds_mla"
 """The value of --kv-cache-dtype that names them."""
 

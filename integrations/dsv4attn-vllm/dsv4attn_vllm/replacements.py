@@ -10,8 +10,6 @@ from attrs import frozen
 
 from dsv4attn_vllm.guard import GUARD, RefusedError
 
-__all__ = ["PLATFORMS", "V41_PLATFORMS", "Replacement", "original", "platform_name", "replace", "restore"]
-
 _originals: dict[str, Any] = {}
 
 

@@ -13,8 +13,6 @@ from dsv4attn_vllm.arguments import refuse_monokernel
 from dsv4attn_vllm.attention import Dsv4Attention, Dsv41Attention
 from dsv4attn_vllm.cuda import chosen_class
 
-__all__ = ["ROCmAttention", "V41ROCmAttention", "select_v41_attention"]
-
 
 class ROCmAttention(Dsv4Attention, DeepseekV4ROCMAiterMLAAttention):
     """The layer on ROCm."""

@@ -44,8 +44,6 @@ from dsv4attn_vllm.parts import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chos
 from dsv4attn_vllm.projection import parts_with, settings_for
 from dsv4attn_vllm.records import FP4_CACHE, are_of_v41
 
-__all__ = ["CACHE_DTYPES", "V41_CACHE_DTYPES", "Serving", "check_arguments", "serving_of"]
-
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 """Values of --kv-cache-dtype that mean records of 584 bytes."""
 

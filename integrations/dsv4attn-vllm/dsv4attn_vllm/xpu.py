@@ -6,8 +6,6 @@ from vllm.models.deepseek_v4.xpu.xpu_sparse import DeepseekV4XPUAttention
 
 from dsv4attn_vllm.attention import Dsv4Attention
 
-__all__ = ["XPUAttention"]
-
 
 class XPUAttention(Dsv4Attention, DeepseekV4XPUAttention):
     """The layer on XPU."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["BUDGETS", "excesses"]
-
 BUDGETS: Mapping[str, float] = {"records": 1e-5, "q": 4e-3, "attention": 4e-3, "output": 6e-2, "layer": 6e-2}
 """Largest distance by part of a layer, in norms; of records, the share of their bytes that may differ.
 

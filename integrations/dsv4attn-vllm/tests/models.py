@@ -16,8 +16,6 @@ from engine import Engine, config_of, world
 from v41 import RATIOS, V41Engine, v41_config
 from vllm.config import VllmConfig
 
-__all__ = ["V4", "V41", "V41_WITH_PARTS", "Model", "draft_engine", "engine_of"]
-
 
 @frozen
 class Model:

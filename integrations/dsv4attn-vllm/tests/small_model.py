@@ -21,33 +21,6 @@ from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
-__all__ = [
-    "BUGS",
-    "LENGTHS",
-    "SIZES",
-    "answers",
-    "checkpoint",
-    "checkpoint_with_drafts",
-    "configuration",
-    "draft_settings",
-    "error_shares",
-    "figures",
-    "logprobs",
-    "made_once",
-    "mixed",
-    "model_on_gpu",
-    "of_stages",
-    "prompt_of",
-    "random_model",
-    "replayed",
-    "rms",
-    "share_of",
-    "shares_of_bugs",
-    "transformers_integration",
-    "worst_gap",
-    "write_as_released",
-]
-
 DSPARK_LAYERS = 3
 RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 LAYER_TYPES = tuple(RATIOS)

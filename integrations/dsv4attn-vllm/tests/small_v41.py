@@ -13,25 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small_model import shares_of_bugs
 from torch import Tensor
 from torch.nn.functional import linear, silu, softplus
 
 from dsv4attn.testing.oracle import attention as oracle
-
-__all__ = [
-    "BUGS_V41",
-    "SIZES_V41",
-    "ReferenceV41",
-    "SharedEntries",
-    "checkpoint_v41",
-    "error_shares_v41",
-    "in_4_bits",
-    "in_8_bits",
-    "random_v41",
-    "write_configuration",
-]
 
 RATIOS = (0, 2, 2, 1, 1, 1)
 TEXT: dict[str, Any] = {
@@ -94,7 +81,8 @@ def checkpoint_v41(folder: Path, sizes: Mapping[str, Any]) -> ReferenceV41:
 
     sizes: what `TEXT` lacks, and what differs from it.
     """
-    model = random_v41(sizes)
+    text = {**TEXT, **sizes}
+    model = ReferenceV41(text, random_weights(text))
     write_configuration(folder, sizes)
     stored = {name: value if is_fp32(name) else value.bfloat16() for name, value in model.weights.items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
@@ -108,10 +96,10 @@ def write_configuration(folder: Path, sizes: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps({**top, "text_config": {**TEXT, **sizes}}))
 
 
-def random_v41(sizes: Mapping[str, Any]) -> ReferenceV41:
-    """The reference of `checkpoint_v41`, without a checkpoint."""
-    text = {**TEXT, **sizes}
-    return ReferenceV41(text, random_weights(text))
+def saved_v41(folder: Path, sizes: Mapping[str, Any]) -> ReferenceV41:
+    """The reference of a folder that `checkpoint_v41` has written: to draw the weights again takes longer."""
+    weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+    return ReferenceV41({**TEXT, **sizes}, weights)
 
 
 def is_fp32(name: str) -> bool:

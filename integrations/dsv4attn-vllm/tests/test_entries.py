@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,16 +133,24 @@ def test_a_block_that_a_connector_filled_has_nothing_of_an_earlier_request(
     assert steps_of(steps.finish("a", 20)) == [UNKNOWN] * 16 + [20] * 3
 
 
-@pytest.mark.parametrize("name", ["_warmup_0_", "_v2_mixed_warmup_decode_"])
-def test_requests_of_vllms_warm_up_have_no_file(name: str, steps: Steps) -> None:
-    text = (Path(find_spec("vllm").submodule_search_locations[0]) / "v1/worker/gpu/warmup.py").read_text()
-    steps.step((name, [3, 0, 0], 0, 4), ("a", [5, 0, 0], 0, 4))
-    steps.describe(5)
-    steps.step(finished=(name, "a"))
+def test_requests_of_vllms_warm_up_have_no_file(steps: Steps) -> None:
+    package = Path(find_spec("vllm").submodule_search_locations[0])
+    text = "".join(
+        file.read_text()
+        for folder in ("v1/worker/gpu", "model_executor/warmup")
+        for file in (package / folder).glob("*.py")
+    )
+    prefixes = set(re.findall(r'req_id_prefix(?:: str)? ?= ?"(\w+)"', text))
+    names = ["_warmup_0_", *(f"{prefix}_{phase}_" for prefix in prefixes for phase in ("decode", "prefill"))]
 
+    for name in names:
+        steps.step((name, [3, 0, 0], 0, 4), ("a", [5, 0, 0], 0, 4))
+        steps.describe(5)
+        steps.step(finished=(name, "a"))
     assert [file.name for file in steps.folder.iterdir()] == ["a.pt"]
+    assert prefixes >= {"_v2_mixed_warmup", "_sparse_mla_v2_warmup"}
     assert 'f"_warmup_{i}_"' in text
-    assert 'req_id_prefix: str = "_v2_mixed_warmup"' in text
+    assert 'f"{req_id_prefix}_decode_"' in text
 
 
 def test_blocks_of_equal_prefixes_are_those_of_any_request(steps: Steps) -> None:

@@ -11,8 +11,6 @@ from torch import Tensor
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.core.torch_ops.hyper_connections import mhc_fused_post_pre_delayed, mhc_post, mhc_pre_delayed
 
-__all__ = ["install"]
-
 
 def _weights(
     fn: Tensor,

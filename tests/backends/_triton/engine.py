@@ -33,8 +33,6 @@ from dsv4attn.testing.kit.factories import tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.index_trials import operations
 
-__all__ = ["LONGEST", "SWA_BLOCK", "TOKENS_OF_BLOCK", "Engine", "Interpreted", "Request", "launching_nothing", "served"]
-
 SWA_BLOCK, TOKENS_OF_BLOCK = 64, 256
 PREFIX = "model.layers.0.attn"
 INT = torch.int32

@@ -19,8 +19,6 @@ from dsv4attn.testing.kit.random_step import StepFixture
 from tests.backends._triton.attention.attention_trials import Trial
 from tests.backends._triton.cache.caches import DEVICE
 
-__all__ = ["QuickHistory", "bounds_of", "planned", "problems"]
-
 MANY = 16
 """Keys; more at once are history, since no step of the kit writes that many."""
 

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.backends.sm120 import flashinfer
+from dsv4attn.backends.sm120 import probe
 from dsv4attn.backends.sm120.explain_notes import notes
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.contract.backend import AttentionOptions, KeyForm, Phase, Products
@@ -49,7 +49,7 @@ class Counting(RecordingWrapper):
 def flashinfer_calls(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
     """A machine with such a card, as far as the backend can see, and FlashInfer on it."""
     Counting.ran = 0
-    monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting))
+    monkeypatch.setattr(probe, "find", lambda: installed_flashinfer(Counting))
     monkeypatch.setattr(DeviceFacts, "here", lambda *_: SM120)
     return Counting
 
@@ -82,7 +82,7 @@ def test_options_are_checked(options: dict[str, Any], argument: str) -> None:
 
 
 def test_nothing_is_imported_before_it_is_needed_and_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer, "find", lambda: pytest.fail("asked for FlashInfer"))
+    monkeypatch.setattr(probe, "find", lambda: pytest.fail("asked for FlashInfer"))
     for options in ({}, {"kernel": "own"}, {"deterministic": True}):
         backend = Sm120Backend(**options)
         assert isinstance(backend.vendor, Reason)
@@ -139,7 +139,7 @@ def test_an_order_is_not_changed_into_something_else(
     call = planned(backend, BASE)
     with pytest.raises(ArgumentError, match="max_logits"):
         backend.decode(evolve(call, options=AttentionOptions(torch.zeros(2, 8, device=call.q.device))))
-    monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting, old=True))
+    monkeypatch.setattr(probe, "find", lambda: installed_flashinfer(Counting, old=True))
     old = Sm120Backend(kernel="flashinfer")
     call = planned(old, BASE)  # whose second cache has pages of 2
     with pytest.raises(ArgumentError, match="pages of 64 with flashinfer"):
@@ -147,7 +147,7 @@ def test_an_order_is_not_changed_into_something_else(
     with pytest.raises(UnsupportedError, match="129"):
         backend.scratch(Phase.DECODE, evolve(FLASH.layer_of_kind("swa"), num_heads=129), 1, 128)
     assert flashinfer_calls.ran == 0
-    monkeypatch.setattr(flashinfer, "find", lambda: Reason("FLASHINFER", "OSError: no libcuda", "a driver"))
+    monkeypatch.setattr(probe, "find", lambda: Reason("FLASHINFER", "OSError: no libcuda", "a driver"))
     with pytest.raises(UnsupportedError, match="OSError: no libcuda"):
         _ = Sm120Backend(kernel="flashinfer").vendor
 
@@ -156,7 +156,7 @@ def test_a_broken_flashinfer_is_a_reason_and_our_kernel_serves(
     flashinfer_calls: type[Counting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Reason("FLASHINFER", "ImportError: undefined symbol", "an importable flashinfer.mla")
-    monkeypatch.setattr(flashinfer, "find", lambda: broken)
+    monkeypatch.setattr(probe, "find", lambda: broken)
     backend = Sm120Backend()
     call = planned(backend, BASE)
     backend.decode(call)
@@ -212,7 +212,7 @@ def test_wide_windows_that_flashinfer_does_not_serve_go_to_our_kernel(
     flashinfer_calls: type[Counting], monkeypatch: pytest.MonkeyPatch, trial: Trial, columns: int
 ) -> None:
     """With another cache, or of a width that an old release has no kernel for."""
-    monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(Counting, old=True))
+    monkeypatch.setattr(probe, "find", lambda: installed_flashinfer(Counting, old=True))
     trial = evolve(trial, pages=(64,) * len(trial.layouts))
     backend = Sm120Backend()
     call = wide(backend, trial)

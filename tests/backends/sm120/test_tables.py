@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.interpreted import INTERPRETED
-from dsv4attn.backends.sm120 import flashinfer
+from dsv4attn.backends.sm120 import flashinfer, probe
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention, remember
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.contract.backend import Phase
@@ -29,7 +29,7 @@ def entries(*owners: object) -> dict[str, int]:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Sm120Backend:
     """The backend on a card with FlashInfer, whose tables have few entries."""
-    monkeypatch.setattr(flashinfer, "find", lambda: installed_flashinfer(RecordingWrapper))
+    monkeypatch.setattr(probe, "find", lambda: installed_flashinfer(RecordingWrapper))
     monkeypatch.setattr(DeviceFacts, "here", lambda *_: DeviceFacts.named("sm_120"))
     monkeypatch.setattr(flashinfer, "MOST_SHAPES", 16)
     return Sm120Backend()

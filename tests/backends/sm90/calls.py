@@ -18,8 +18,6 @@ from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Phas
 from tests.backends._triton.attention.attention_trials import Answer, Trial
 from tests.backends._triton.triton_backends import planned
 
-__all__ = ["Result", "check_rows_without_keys", "measured_lines", "run"]
-
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 

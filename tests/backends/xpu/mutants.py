@@ -9,8 +9,6 @@ from types import ModuleType
 from dsv4attn.backends.xpu import kernels
 from tests.programs import import_text
 
-__all__ = ["ATTENDING", "GATHERING", "planted"]
-
 _LEN = "tl.minimum(tl.maximum(tl.load(LENS + token), 0), width)"
 GATHERING: Mapping[str, tuple[str, str]] = {
     "segments written over each other": ("token * columns + before + column", "token * columns + column"),

@@ -23,8 +23,6 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind
 from tests.harness import FP32, REFERENCE_FORMS, SMALL, batch_of
 
-__all__ = ["attention", "context_over", "exchanges_during_attention", "same_everywhere"]
-
 RAGGED = [(70, 1), (5, 1), (200, 3), (3, 1), (64, 40), (9, 9), (130, 66)]
 """(tokens after the step, query tokens); decodes first."""
 

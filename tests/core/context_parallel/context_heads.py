@@ -26,8 +26,6 @@ from dsv4attn.selection import load_backend
 from tests.core.context_parallel.context_attention import attention, exchanges_during_attention, same_everywhere
 from tests.harness import FP8, FP32, REFERENCE_FORMS, SMALL, LayerStack, assert_outputs_close
 
-__all__ = ["HEADS"]
-
 TWELVE = attrs.evolve(SMALL, num_heads=12, o_groups=12)
 """Heads that 2, 3 and 4 ranks can divide."""
 

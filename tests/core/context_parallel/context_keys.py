@@ -14,8 +14,6 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.context_parallel.context_attention import attention, context_over
 
-__all__ = ["keys_in_pieces", "keys_mutant", "keys_refused"]
-
 
 def keys_in_pieces(group: Any) -> None:
     """Pages in pieces of one or two, and rows in pieces of a few tokens, for both kinds of layers."""

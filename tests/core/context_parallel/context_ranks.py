@@ -56,8 +56,6 @@ from tests.harness import (
 from tests.testing.mutants_rank_ops import Merges
 from tests.tools.replay.rank_cases import REPLAYS
 
-__all__ = ["CASES", "SIZES", "serve"]
-
 SIZES = 2, 3, 4
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import asdict, evolve
 
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.compare import compare
@@ -137,7 +138,8 @@ def test_an_error_that_is_no_number_is_null(tmp_path: Path) -> None:
         ("", "which is no JSON"),
         ("[1, 2]", "schema None"),
         ('{"schema": "dsv4attn-bench/99"}', "schema dsv4attn-bench/99 -> measure again"),
-        (f'{{"schema": "{SCHEMA}"}}', "something is missing or too much: 'machine'"),
+        (f'{{"schema": "{SCHEMA}", "machine": {{"name": "Toy"', "which is no JSON"),
+        (f'{{"schema": "{SCHEMA}"}}', "bad.json, in which machine is missing"),
     ],
 )
 def test_a_file_that_is_no_run_says_what_it_is(tmp_path: Path, text: str, said: str) -> None:
@@ -150,9 +152,39 @@ def test_a_file_that_is_no_run_says_what_it_is(tmp_path: Path, text: str, said: 
     assert str(caught.value).startswith("--compare: expected a file that `dsv4attn bench --save FILE` wrote")
 
 
-def test_a_file_with_another_row_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="missing or too much"):
-        load(saved(tmp_path, rows=[{"case": "decode a b=1"}]), "--from")
+LAYER = {"by": "ours", "layer": "swa", "case": "layer swa", "text": "layer swa: 1 ms", "plain_s": 1e-3, "phase": ""}
+LAYER |= {
+    "deterministic_s": None,
+    "step": "",
+    "completing": 0,
+    "parts": [{"name": "", "launches": 1, "seconds": "1 us"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rows": [{"case": "decode a b=1"}]}, "rows[0].kernel is missing"),
+        ({"rows": None}, "rows is null instead of a list"),
+        ({"rows": [{**row().as_json(), "median": "fast"}]}, 'rows[0].median is "fast" instead of a number from 0 on'),
+        ({"rows": [row().as_json(), {**row().as_json(), "p90": -1}]}, "rows[1].p90 is -1 instead of a number"),
+        ({"rows": [{**row().as_json(), "vs": {"p": True}}]}, "rows[0].vs.p is true instead of a number"),
+        ({"machine": []}, "machine is [] instead of an object"),
+        ({"machine": {**asdict(HERE), "threads": 1.5}}, "machine.threads is 1.5 instead of a whole number"),
+        ({"host": [{"by": "ours"}]}, "host[0].layer is missing"),
+        ({"layers": [LAYER]}, 'layers[0].parts[0].seconds is "1 us" instead of a number'),
+    ],
+)
+def test_a_field_that_was_edited_is_named_with_its_file(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"run.json, in which {said}")):
+        load(saved(tmp_path, **changes), "--from")
+
+
+def test_fields_that_older_files_do_not_have_are_not_missing(tmp_path: Path) -> None:
+    newer = {"fp8", "records", "vs_584"}
+    older = {name: value for name, value in row(fp8=True).as_json().items() if name not in newer}
+
+    assert load(saved(tmp_path, rows=[older]), "--from").rows == (row(),)
 
 
 def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:

@@ -157,6 +157,17 @@ def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: L
     assert min(decode.contexts) // 4 > 512
 
 
+def test_a_layer_of_a_rank_has_the_heads_and_output_groups_of_the_rank() -> None:
+    cases = layer_cases([8, 64], small=True)
+    whole = layer_cases(small=True)
+
+    assert [case for case in cases if case.heads == 64] == whole
+    assert len(cases) == 2 * len(whole)
+    with torch.inference_mode():
+        layer = _prepared_layer(evolve(cases[0], context=16), ReferenceBackend(), CPU).geometry
+    assert (layer.num_heads, layer.o_groups) == (8, 1)
+
+
 @pytest.mark.matrix
 def test_the_step_that_is_timed_stores_the_entries_that_its_legend_names(monkeypatch: pytest.MonkeyPatch) -> None:
     case = LayerCase(LayerKind.CSA, 9, 1, 16)

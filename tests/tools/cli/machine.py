@@ -16,8 +16,6 @@ from dsv4attn.tools.cli.installation import Attempt
 from tests.reprs import reprs_in
 from tests.vendor_wheel import VendorWheels, plugin
 
-__all__ = ["Machine", "device_of_no_backend", "imported", "plugin", "without_triton"]
-
 
 @define
 class Machine:

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.tools.cli import main
 from tests.backends.built_in import triton_backends
-from tests.tools.cli.machine import Machine, plugin
+from tests.tools.cli.machine import Machine
+from tests.vendor_wheel import plugin
 
 
 def zoo(machine: Machine) -> None:
@@ -75,6 +76,8 @@ def test_what_is_shown_to_people_on_80_columns(machine: Machine) -> None:
         ["lib", "failed", "to", "load:", "ImportError:", "libacme.so", "[not]", "found"],
     ]
     assert "  reference  plain torch, any device; the definition of every step" in lines
+    first, *others = sorted(triton_backends())
+    assert [line for line in lines if " as " in line[:16]] == [f"  {name:9}  as {first}" for name in others]
     assert "  zinc       not loaded: denied by DSV4ATTN_PLUGINS_DENY (dsv4attn-zinc 0.2) ->" in lines
     starts = {
         line.index(word) for line in lines for word in ("unavailable", "automatic  yes", "broken  ") if word in line

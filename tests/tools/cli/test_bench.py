@@ -55,7 +55,7 @@ def test_every_time_has_its_error_in_the_same_line(machine: Machine) -> None:
     assert values[:3] == ["flash_swa", "b=2", "reference"]
     assert 0 < float(values[-1]) < 3e-3
     assert any(
-        line.startswith("roofline of this run: 100 TFLOP/s (bfloat16 matrix product), 1000 GB/s") for line in lines
+        line.startswith("roofline of this run: 100 TFLOP/s (bfloat16 matrix product), 1,000 GB/s") for line in lines
     )
 
 
@@ -131,7 +131,7 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = LayerCase(LayerKind.HCA, 1, 2, 256)
-    monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda *, small: [one] if small else [])
+    monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda _, *, small: [one] if small else [])
     # to draw them takes longer than all runs
     monkeypatch.setattr("dsv4attn.tools.bench.whole_layer._weights", cache(whole_layer._weights))
 
@@ -159,9 +159,10 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     [
         ((1, 32, 256), "layer c4a, 1 sequence, 32 new tokens, 256 in the cache"),
         ((64, 1, 8192), "layer c4a, 64 sequences, 1 new token each, 8,128 to 8,191 in the cache"),
+        ((64, 1, 8192, 8), "layer c4a, 8 heads, 64 sequences, 1 new token each, 8,128 to 8,191 in the cache"),
     ],
 )
-def test_names_of_whole_layer_cases_can_be_read(shape: tuple[int, int, int], said: str) -> None:
+def test_names_of_whole_layer_cases_can_be_read(shape: tuple[int, ...], said: str) -> None:
     assert LayerCase(LayerKind.CSA, *shape).name == said
 
 
@@ -282,6 +283,7 @@ def test_what_got_slower_is_named_with_code_1(machine: Machine, tmp_path: Path) 
     code, lines = machine.run("bench", "--from", new, "--compare", old, width=200)
 
     assert code == 1
+    assert "compared with Toy, torch 2.11, Triton 3.6, dsv4attn 0.1.0, 2026-11-20 12:00 UTC" in lines
     assert "slower: decode flash_c4 b=8, ours: 50.0 us -> 100.0 us (+100.0 %, noise 6.7 %)" in lines
     assert "only before: prefill a t=1, ours" in lines
     assert "only now: gather a 8x1, ours" in lines
@@ -314,6 +316,7 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
         (["--batches", "0"], "expected numbers from 1 to 2147483647 with commas"),
         (["--batches", "9" * 5000], "expected numbers from 1 to 2147483647 with commas"),
         (["--rounds", "0"], "0 is not in the range"),
+        (["layer", "--heads", "8,12"], "--heads: expected heads of a rank's layer, [8, 16, 32, 64], got 12"),
         (["--device", "tpu:0"], "device: expected a device of this machine"),
         (["--compare", "none.json"], "--compare: expected a file that `dsv4attn bench --save FILE` wrote"),
         (["--from", "none.json"], "--from: expected a file"),

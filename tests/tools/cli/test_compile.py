@@ -19,13 +19,18 @@ from dsv4attn.backends._triton.compiling import aot
 from dsv4attn.backends._triton.compiling.aot import Outcome, Resources
 from dsv4attn.backends._triton.compiling.targets import TARGETS, Target
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.core.contract.problem import Reason
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.tools.cli import main, progress
+from tests.backends.built_in import class_of, infos, triton_backends
 from tests.forked_programs import run_forked
 from tests.tools.cli.machine import Machine
 
+# their modules too: other tests would get kernels that no command interprets
+for backend_name in triton_backends():
+    class_of(backend_name)
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = """
 from attrs import evolve
@@ -73,9 +78,10 @@ def vendor(
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, int]]:
     """No compiler: every kernel needs the same, `attend` too much of it. What was asked for: (target, variants)."""
     asked = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
 
     def compile_all(
         variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None], workers: int | None
@@ -277,17 +283,19 @@ def test_kernels_are_those_of_one_rank(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("options", "variables", "folder"),
     [
-        (["--engine", "sglang"], {"SGLANG_CACHE_DIR": "/image"}, "/image/triton"),
-        (["--engine", "sglang"], {"SGLANG_CACHE_DIR": "/image", "TRITON_CACHE_DIR": "/kernels"}, "/kernels"),
-        (["--engine", "sglang", "--cache", "/own"], {"SGLANG_CACHE_DIR": "/image"}, "/own"),
-        (["--engine", "sglang"], {"HOME": "/root"}, "/root/.cache/sglang/triton"),
-        (["--engine", "vllm"], {"TRITON_HOME": "/image"}, "/image/.triton/cache"),
+        (["--engine", "sglang"], {"SGLANG_CACHE_DIR": "image"}, "image/triton"),
+        (["--engine", "sglang"], {"SGLANG_CACHE_DIR": "image", "TRITON_CACHE_DIR": "kernels"}, "kernels"),
+        (["--engine", "sglang", "--cache", "own"], {"SGLANG_CACHE_DIR": "image"}, "own"),
+        (["--engine", "sglang"], {"HOME": "root"}, "root/.cache/sglang/triton"),
+        (["--engine", "vllm"], {"TRITON_HOME": "image"}, "image/.triton/cache"),
     ],
 )
 def test_kernels_go_where_an_engine_looks_for_them(
-    machine: Machine, options: list[str], variables: dict[str, str], folder: str
+    machine: Machine, tmp_path: Path, options: list[str], variables: dict[str, str], folder: str
 ) -> None:
     unset = dict.fromkeys(("TRITON_CACHE_DIR", "TRITON_HOME", "SGLANG_CACHE_DIR"))
+    variables, folder = {name: str(tmp_path / value) for name, value in variables.items()}, str(tmp_path / folder)
+    options = [str(tmp_path / word) if word == "own" else word for word in options]
     vendor(machine)
     command = ["compile", "--target", "sm_90", "--backend", "acme", *options]
     _, lines = machine.run(*command, width=80, **{**unset, **variables})
@@ -298,13 +306,52 @@ def test_kernels_go_where_an_engine_looks_for_them(
     assert sorted(lines[-2].split()) == sorted(["RUN", "dsv4attn", *words])
 
 
+@pytest.mark.parametrize("way", ["cache", "engine", "variable"])
+def test_a_folder_that_cannot_be_written_is_said_once_before_anything_compiles(
+    machine: Machine, tmp_path: Path, compiler: list[tuple[str, int]], way: str
+) -> None:
+    vendor(machine)
+    below = tmp_path / "file" / "kernels"
+    below.parent.write_text("", encoding="utf-8")
+    options = {"cache": ["--cache", str(below)], "engine": ["--engine", "vllm"]}.get(way, [])
+    command = ["compile", "--target", "sm_90", "--backend", "acme", *options]
+    code, values = machine.json(*command, **{} if way == "cache" else {"TRITON_CACHE_DIR": str(below)})
+
+    said = f"expected one that can be written, got {below}: Not a directory -> name another one with --cache"
+    assert (code, values["error"]["message"]) == (2, f"folder of kernels: {said}")
+    assert compiler == []
+
+
+def test_kernels_have_the_names_of_the_table_and_their_own(machine: Machine, compiler: list[tuple[str, int]]) -> None:
+    for name in ("gather", "gather_kernel"):
+        machine.run("compile", "--target", "sm_90", "--backend", "sm90", "--kernel", name)
+    code, lines = machine.run("compile", "--target", "sm_90", "--backend", "sm90", "--kernel", "names", width=2000)
+
+    assert compiler[0] == compiler[1]
+    assert compiler[0][1] > 0
+    assert code == 2
+    assert "unknown kernel 'names' (known: attend_tile, attention, " in lines[-1]
+
+
 @pytest.mark.usefixtures("compiler")
-def test_the_line_of_a_dockerfile_has_the_options_of_backends(machine: Machine) -> None:
+def test_an_engine_gets_the_kernels_of_backends_that_it_chooses_from(machine: Machine, tmp_path: Path) -> None:
+    command = ["compile", "--target", "sm_90", "--kernel", "gather", "--cache", str(tmp_path)]
+    _, every = machine.json(*command)
+    _, native = machine.json(*command, "--engine", "vllm")
+
+    names, facts = {job["backend"] for job in native["jobs"]}, DeviceFacts.named("sm_90")
+    assert names == {name for name in triton_backends() if facts.matches(infos()[name].native)}
+    assert names < {job["backend"] for job in every["jobs"]}
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_line_of_a_dockerfile_has_the_options_of_backends(machine: Machine, tmp_path: Path) -> None:
     command = ["compile", "--target", "sm_90", "--backend", "sm90", "--engine", "vllm", "--kernel", "gather_kernel"]
     command += ["--option", "projection=bf16", "--option", "deterministic=true", "--num-speculative-tokens", "2"]
-    _, lines = machine.run(*command, "--cache", "/a folder", width=200)
+    folder = str(tmp_path / "a folder")
+    _, lines = machine.run(*command, "--cache", folder, width=200)
 
-    assert sorted(shlex.split(lines[-2])) == sorted(["RUN", "dsv4attn", *command, "--cache", "/a folder"])
+    assert sorted(shlex.split(lines[-2])) == sorted(["RUN", "dsv4attn", *command, "--cache", folder])
 
 
 @pytest.mark.matrix

@@ -11,7 +11,8 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError, ConfigError, Dsv4AttnError, NoBackendError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain, load_backend, resolve
-from tests.tools.cli.machine import Machine, plugin, without_triton
+from tests.tools.cli.machine import Machine, without_triton
+from tests.vendor_wheel import plugin
 
 DECODE = Problem.of(ModelGeometry.preset("flash"))
 LEAVE_OUT = "leave it out: DSV4ATTN_PLUGINS_DENY="

@@ -16,7 +16,8 @@ import dsv4attn
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.tools.cli import installation
 from dsv4attn.tools.cli.installation import Attempt
-from tests.tools.cli.machine import Machine, device_of_no_backend, imported, plugin, without_triton
+from tests.tools.cli.machine import Machine, device_of_no_backend, imported, without_triton
+from tests.vendor_wheel import plugin
 
 TRIED = installation.tried
 """The function before a test replaces it."""

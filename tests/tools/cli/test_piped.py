@@ -8,8 +8,9 @@ from click.testing import CliRunner
 from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.tools.cli import main
 from tests.tools.bench.sample_runs import ROOF
-from tests.tools.cli.machine import Machine, plugin
+from tests.tools.cli.machine import Machine
 from tests.tools.replay.small import CONFIG
+from tests.vendor_wheel import plugin
 
 LONG = "a-distribution-of-a-vendor-with-a-rather-long-name-for-its-many-products"
 COMMANDS = {

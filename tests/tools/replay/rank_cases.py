@@ -16,8 +16,6 @@ from dsv4attn.tools.replay.results import Report
 from tests.testing.mutants_rank_ops import Merges
 from tests.tools.replay.small import GEOMETRY, requests_of
 
-__all__ = ["REPLAYS"]
-
 LENGTHS = ((1, 3), (90, 4), (33, 3))
 """Few steps, in which every rank owns entries, and an indexer leaves entries out in each step."""
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 32, "block_size": 4}

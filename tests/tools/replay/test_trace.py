@@ -10,16 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4attn.errors import ArgumentError, TraceError
-from dsv4attn.tools.replay.trace import (
-    HASH_BLOCK_TOKENS,
-    MAX_REQUEST_TOKENS,
-    Request,
-    generated_trace,
-    load_trace,
-    read_trace,
-    short_trace,
-    shrink,
-)
+from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request
+from dsv4attn.tools.replay.trace import generated_trace, load_trace, read_trace, short_trace, shrink
+from dsv4attn.tools.replay.trace_formats import MAX_REQUEST_TOKENS
 
 REAL_TRACE = Path(__file__).parents[3] / ".." / "shared" / "data" / "mooncake_conversation_400.jsonl"
 

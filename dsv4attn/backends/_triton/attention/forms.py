@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from dsv4attn.backends._triton.compiling.number_tuples import Float32, Int32, Int64
 
-__all__ = ["CallNumbers", "RowForm", "SegmentForm", "SegmentNumbers", "Strides", "TileForm"]
-
 
 class SegmentForm(NamedTuple):
     """What one segment of keys compiles to.

@@ -50,22 +50,6 @@ from dsv4attn.core.memory.workspace import ALIGNMENT
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec
 
-__all__ = [
-    "Shape",
-    "attend",
-    "constants",
-    "fixed_scratch",
-    "fixed_splits",
-    "group_of_call",
-    "prepare",
-    "prepare_fixed",
-    "scratch",
-    "scratch_bound",
-    "segment_form",
-    "splits_of",
-    "variants",
-]
-
 MOST_SLOTS = 2**31
 """Slots of a cache that indices in int32 can name."""
 

@@ -15,8 +15,6 @@ from dsv4attn.core.contract.attention_call import AttentionCall, AttentionOption
 from dsv4attn.core.contract.raw_query import RawQuery
 from dsv4attn.core.model.geometry import LayerGeometry
 
-__all__ = ["meta_calls", "meta_gathered", "meta_pages", "meta_request"]
-
 
 def meta_calls(
     layer: LayerGeometry,

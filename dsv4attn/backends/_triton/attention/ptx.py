@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import triton.language as tl
 
-__all__ = ["CONVERSION_REGISTERS", "CONVERT", "DECODE", "DECODE_E2M1", "conversions"]
-
 CONVERSION_REGISTERS = """.reg .b32 zero, f<4>;
 .reg .b16 low, high, h<4>;
 mov.b32 zero, 0x80008000;"""

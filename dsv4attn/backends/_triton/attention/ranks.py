@@ -19,8 +19,6 @@ from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.core.contract.rank_ops import RankOps
 from dsv4attn.core.tensorspec import BufferSpec
 
-__all__ = ["RANK_OPS", "merge_partials", "pack_partial", "variants"]
-
 TOGETHER = 4
 """Number of ranks whose partial results are loaded together. Results do not depend on this number."""
 

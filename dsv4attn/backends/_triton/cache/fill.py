@@ -36,8 +36,6 @@ from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndic
 from dsv4attn.core.contract.backend import FillRows
 from dsv4attn.core.tensorspec import check_strides
 
-__all__ = ["prepare_rows", "variants"]
-
 WARPS = 4
 PACKERS = 4096
 """Most programs that pack lists. Each sums the lengths of all lists before its own, so that time in sums grows with

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from dsv4attn.backends._triton.compiling.number_tuples import Int32, Int64
 
-__all__ = ["PageNumbers", "RecordForm", "TableNumbers", "WriterForm"]
-
 
 class RecordForm(NamedTuple):
     """What the records of a cache compile to.

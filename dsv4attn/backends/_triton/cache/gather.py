@@ -26,8 +26,6 @@ from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 
-__all__ = ["block_of", "dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]
-
 TILE, MOST, WARPS = 4096, 32, 4
 """Values that a program copies (eight of the model's records); largest number of records of a program; its warps."""
 

@@ -29,8 +29,6 @@ from dsv4attn.core.attention.checks import check_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 
-__all__ = ["qnorm_rope_kv_insert", "quantize_and_insert_k_cache", "variants"]
-
 TILE = 4096
 """Values of q that a program takes: eight heads of the model's."""
 FUSED_WARPS = 8

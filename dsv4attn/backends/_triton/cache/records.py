@@ -19,19 +19,6 @@ from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.core.cache.layout import CacheMemory, Coding, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "alignment_of_records",
-    "alignment_of_rows",
-    "alignment_of_tokens",
-    "float_bits",
-    "page_numbers",
-    "record_alignments",
-    "record_form",
-    "row_alignments",
-    "table_numbers",
-    "writer_form",
-]
-
 
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
     """Bytes of the widest useful access, and of an element. Eight codes, 16 bytes in bf16, are one access."""

@@ -12,8 +12,6 @@ import sys
 from contextlib import suppress
 from functools import cache
 
-__all__ = ["release_at_exit"]
-
 _GLUON = "triton.experimental.gluon.language"
 
 

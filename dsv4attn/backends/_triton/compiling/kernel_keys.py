@@ -15,8 +15,6 @@ from triton.runtime.jit import JITCallable
 
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["settle_key"]
-
 
 def settle_key(kernel: Kernel) -> None:
     """Compute Triton's key of a kernel, after the keys of all functions that the kernel calls.

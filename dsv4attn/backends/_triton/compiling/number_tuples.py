@@ -17,8 +17,6 @@ from triton.runtime.jit import create_function_from_signature
 
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["Float32", "Int32", "Int64", "bind_arguments", "fix_number_types", "number_types"]
-
 Int32: TypeAlias = Annotated[int, "i32"]
 Int64: TypeAlias = Annotated[int, "i64"]
 Float32: TypeAlias = Annotated[float, "fp32"]

@@ -36,8 +36,6 @@ from dsv4attn.backends._triton.compiling.aot import compile_for_gpu, is_cached, 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 
-__all__ = ["LOCK_NAME", "Form", "compile_in_processes", "work"]
-
 Form = tuple[Variant, bool]
 """A variant, and whether the form is the one for tensors beyond 2 GB (see `FAR_FORMS`)."""
 

@@ -14,8 +14,6 @@ from triton.backends.compiler import GPUTarget
 
 from dsv4attn.core.contract.devices import DEVICES, device_named, unknown
 
-__all__ = ["TARGETS", "Target"]
-
 MAX_THREADS = 1024
 """Most threads of a block, on every target."""
 

@@ -17,8 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4attn.backends._triton.compiling.kernel_keys import settle_key
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["WIDE", "StandIn", "Variant", "launch_options", "options", "type_of"]
-
 WIDE = 16
 """Bytes of the widest access. A pointer that is aligned to 16 bytes compiles to wider loads than another pointer."""
 

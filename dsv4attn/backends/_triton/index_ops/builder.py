@@ -28,18 +28,6 @@ from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.tensorspec import check_strides
 
-__all__ = [
-    "BUILDER_OPS",
-    "build_cached_mask",
-    "build_compressed_slot_mapping",
-    "build_gather_lens",
-    "build_owned_slot_mapping",
-    "build_token_maps",
-    "build_window_indices",
-    "compute_global_topk_indices_and_lens",
-    "variants",
-]
-
 BLOCK = 256
 """Tokens, or requests, of a program that writes a number for each."""
 _CONSTANTS = Constants({"BLOCK": BLOCK})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dsv4attn.backends._triton.launching.launch_cache import Constants
 
-__all__ = ["CONSTANTS", "depth_of"]
-
 CONSTANTS = Constants({"BLOCK": 1024})
 """Columns that a program reads together; wider rows take several rounds."""
 

@@ -28,17 +28,6 @@ from dsv4attn.core.cache.selected_keys import ChunkTokens, PageTable
 from dsv4attn.core.contract.index_ops import IndexOps, prepared_op
 from dsv4attn.core.tensorspec import check_strides
 
-__all__ = [
-    "INDEX_OPS",
-    "build_ragged_indices_from_dense",
-    "combine_topk_swa_indices",
-    "compute_global_topk_indices_and_lens",
-    "compute_global_topk_ragged_indices_and_indptr",
-    "prepare_combine",
-    "transient_bytes",
-    "variants",
-]
-
 
 @cache
 def _translate_constants(arch: str) -> Constants:

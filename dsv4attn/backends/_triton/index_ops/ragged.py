@@ -20,8 +20,6 @@ from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.core.contract.index_ops import prepared_op
 from dsv4attn.core.tensorspec import check_strides
 
-__all__ = ["build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr", "variants"]
-
 FEW = 4096
 """Rows up to which the sums take less time than another launch."""
 SCAN_WARPS = 8

@@ -21,17 +21,6 @@ from triton.runtime.driver import driver
 from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 
-__all__ = [
-    "CachedLaunch",
-    "Constants",
-    "LaunchKey",
-    "find_launch",
-    "hooked",
-    "launch_key",
-    "store_launch",
-    "typed",
-]
-
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Types of pointers in cache keys. Launches with other types, such as subclasses of Tensor, use Triton's launcher."""
 _MAX_LAUNCHES = 1024

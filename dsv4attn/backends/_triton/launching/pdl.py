@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = ["uses_pdl"]
-
 _ARCHITECTURES = frozenset({"sm_90"})
 """Architectures on which PDL was measured. CUDA supports it from sm_90 on."""
 

@@ -19,8 +19,6 @@ from dsv4attn.backends._triton.launching.runtime import recording
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 
-__all__ = ["meta_cache", "meta_rows", "recorded"]
-
 BLOCK_SIZE = 64
 """Records of a page of `meta_cache`, by default."""
 

@@ -30,20 +30,6 @@ from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "FAR_FORMS",
-    "Launch",
-    "architecture",
-    "device_context",
-    "launch",
-    "multiprocessors",
-    "observed",
-    "recording",
-    "require_driven",
-    "stable_gluon",
-    "stable_kernel",
-]
-
 FAR_FORMS: bool = torch.version.hip is not None
 """Triton for AMD compiles loads from a tensor below 2 GB without branches, with offsets of 32 bits, and decides this
 for each tensor of each launch. Here one decision holds for all tensors of a launch, so that a warm-up compiles only

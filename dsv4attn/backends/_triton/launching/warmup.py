@@ -25,8 +25,6 @@ from dsv4attn.backends._triton.launching import runtime
 from dsv4attn.backends._triton.launching.runtime import device_context, require_driven
 from dsv4attn.backends._triton.untyped import CompiledKernel
 
-__all__ = ["compiled", "warm"]
-
 _log = logging.getLogger("dsv4attn")
 
 
@@ -51,7 +49,9 @@ def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a ba
             list(executor.map(_build_launcher, kernels))
         for kernel in kernels:
             _load(kernel)
-    seconds, in_this_process = time.perf_counter() - begin, sum(not hit for _, hit in seen)
+    # an engine's own kernels may be compiled in another thread meanwhile
+    names = {variant.name for variant in distinct}
+    seconds, in_this_process = time.perf_counter() - begin, sum(name in names and not hit for name, hit in seen)
     new, processes = in_workers + in_this_process, workers + bool(in_this_process)
     _log.info(
         "dsv4attn: %s is warm: %d kernels on %s, of which %d were compiled now%s, in %.1f s; Triton's cache is %s",

@@ -31,8 +31,6 @@ from dsv4attn.core.torch_ops.candidates import check_block_size
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.core.torch_ops.tiles import linear as torch_linear
 
-__all__ = ["layer_ops"]
-
 _CODED = CodedProducts(few_rows.most_rows, few_rows.multiply_codes)
 
 

@@ -18,8 +18,6 @@ from dsv4attn.core.contract.info import LAYER_PARTS
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 
-__all__ = ["launch_within"]
-
 NORMS = torch.bfloat16, torch.float32
 """Dtypes of the weights of norms."""
 

@@ -25,8 +25,6 @@ if INTERPRETED:
 else:
     from dsv4attn.backends.sm90.attention.kernels_few_heads import attend_few_heads
 
-__all__ = ["prepare", "variants"]
-
 WARPS = 4
 """Warps of a program."""
 

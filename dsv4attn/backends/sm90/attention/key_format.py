@@ -13,8 +13,6 @@ from dsv4attn.backends.sm90.attention.kernels_schedule import (
 )
 from dsv4attn.backends.sm90.served import KeyKind, Keys
 
-__all__ = ["FP8_RECORDS", "ROWS", "V4_RECORDS", "KeyFormat", "format_of"]
-
 
 class KeyFormat(NamedTuple):
     """Format of the keys that a Gluon kernel reads.

@@ -15,8 +15,6 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
-__all__ = ["NUMBERS", "meta_calls"]
-
 NUMBERS = (1,) * 14
 """Numbers of both segments, see `sm90.launch`. No variant depends on them."""
 

@@ -26,8 +26,6 @@ if INTERPRETED:
 else:
     from dsv4attn.backends.sm90.attention.kernels_small_decode import attend_tile, combine_tiles
 
-__all__ = ["SHAPES", "combining", "prepare", "reads", "variants", "with_entries"]
-
 EIGHT, PIECES = 8, 8
 """Heads of a program of `combine_tiles`; number of pieces of a head's columns."""
 WARPS, COMBINING_WARPS = 8, 4

@@ -22,8 +22,6 @@ from dsv4attn.backends._triton.layer.hyper_connections.launch import Delayed, Mi
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
-__all__ = ["fused_post_pre", "variants"]
-
 STREAMS, TOKENS, COLUMNS, WARPS = 4, 64, 64, 8
 
 

@@ -24,8 +24,6 @@ from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
-__all__ = ["fp8_mqa_logits", "may_serve", "score", "variants"]
-
 HEADS, DIM, PAGE = 64, 128, 64
 """Heads and dims of a query; entries of a tile, which are all in one page."""
 LAYOUT = KVCacheLayout.index_fp8(DIM)

@@ -25,8 +25,6 @@ from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 
-__all__ = ["FEW", "MANY", "Few", "Many", "form_of", "multiply_codes", "serves", "variants", "variants_of"]
-
 STEP = 128
 """Columns that have one scale, and ranks of a tile."""
 
@@ -173,6 +171,7 @@ def serves(codes: Tensor, scales: Tensor, wo_a: BlockScaledWeight, out: Tensor) 
 
 
 def kernel_of(form: Few | Many) -> Kernel:
+    """The kernel of a form."""
     if isinstance(form, Few):
         from dsv4attn.backends.sm90.output.kernels_few import project_few_kernel  # not where kernels are interpreted
 
@@ -184,6 +183,7 @@ def kernel_of(form: Few | Many) -> Kernel:
 
 @cache
 def constants_of(form: Few | Many, rank: int, width: int) -> dict[str, Any]:
+    """Constants of the kernel of a form."""
     shape = {"RANK": rank, "K": width, "STAGES": form.stages, "PDL": uses_pdl("sm_90")}
     if isinstance(form, Many):
         return {**shape, "BLOCK_M": form.tokens, "LATER": form.later, "REGS": form.registers}

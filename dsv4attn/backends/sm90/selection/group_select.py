@@ -39,8 +39,6 @@ from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["MOST", "Form", "choose", "columns_of", "form_of", "select", "variants"]
-
 MOST: int = kernels_group_select.MOST.value
 """Entries that can be selected in a row."""
 SHORTEST, SIZES = 2048, (8192, 16384)

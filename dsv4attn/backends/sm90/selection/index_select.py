@@ -14,8 +14,6 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["MOST", "scratch_bytes", "select", "variants"]
-
 MOST = 1024
 """Entries that can be selected in a row."""
 TOKENS, WARPS, REGISTERS, PROGRAMS = index_logits.TOKENS, index_logits.WARPS, index_logits.REGISTERS, 4

@@ -154,7 +154,7 @@ def fewer_than(low, at_low, high, at_high, wanted, ASM: tl.constexpr):
 @triton.jit
 def write_chosen(
     x, LIST, place, low, guess, wanted, slack, SIZE: tl.constexpr, GROUP: tl.constexpr,
-    BOUNDED: tl.constexpr, ASM: tl.constexpr,
+    BOUNDED: tl.constexpr, TWICE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of the `wanted` largest scores in their order; (key of the last, how many there are, a guess).
 
@@ -163,7 +163,6 @@ def write_chosen(
     that comes back is for all scores, if x has the largest of each group of them. LIST: numbers of the groups, of GROUP
     scores each, that x [SIZE] has; None: x has all, and the numbers are 0 and on.
     """
-    TWICE: tl.constexpr = SIZE > FEW
     largest = x if BOUNDED else tl.max(tl.reshape(x, (SIZE // SUB, SUB)), 1)
     high, _ = ordered(tl.max(largest, 0))
     high += 1
@@ -211,6 +210,7 @@ def select_row(
     READ: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Select in a row of which the first `count` entries are seen. See `choose_groups_kernel`."""
+    TWICE: tl.constexpr = GROUPS == 0 and SIZE > FEW
     low = tl.full((), LOWEST, tl.int32)
     guess = low
     if GROUPS > 0:
@@ -223,7 +223,7 @@ def select_row(
             groups = (count + (GROUP - 1)) // GROUP
             largest = tl.load(MAXIMA + number, mask=number < groups, other=float("-inf"))
             low, listed, guess = write_chosen(
-                largest, None, LIST, low, guess, wanted, slack, GROUPS, 1, False, ASM
+                largest, None, LIST, low, guess, wanted, slack, GROUPS, 1, False, TWICE, ASM
             )  # fmt: skip
             # past the last, a group that no row has
             tl.store(LIST + place, max_entries // GROUP + 1, mask=place >= listed)
@@ -237,7 +237,7 @@ def select_row(
     x = tl.reshape(known_of(x, entry < count), (SIZE,))
     # the last chosen group's key is a good bound
     _, chosen, _ = write_chosen(
-        x, LIST if GROUPS > 0 else None, out, low, guess, wanted, wanted * 0, SIZE, GROUP, GROUPS > 0, ASM
+        x, LIST if GROUPS > 0 else None, out, low, guess, wanted, wanted * 0, SIZE, GROUP, GROUPS > 0, TWICE, ASM
     )  # fmt: skip
     if chosen < wanted:
         column = tl.arange(0, MOST)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["SPEED", "TRAFFIC", "bars"]
-
 SPEED = "arithmetic rate (TFLOP/s)"
 TRAFFIC = "memory rate (GB/s)"
 _SCORED = "requests (b), tokens (t), index keys (k)"

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-__all__ = ["LABEL_POINTS", "Mark", "place"]
-
 LABEL_POINTS = 6.5
 """Size of the labels."""
 _GAP = 3 / 72

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["scaling"]
-
 _GROWS = {
     "batch": "requests of the batch",
     "context-c128": "context (tokens)",

@@ -11,8 +11,6 @@ from dsv4attn.tools.bench.runner import BenchRow
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DPI", "FAINT", "GRID", "INK", "colours_of", "days", "named", "peer_of", "sheet", "text_width", "thousands"]
-
 DPI = 200
 INK, FAINT, GRID = "#222222", "#777777", "#E5E5E5"
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

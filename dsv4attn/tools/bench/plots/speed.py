@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PEER", "speed"]
-
 PEER = "flash_mla"
 _WIDTH, _HEIGHTS = 6.4, (2.8, 2.1)
 """Inches of the figure, whose text can be read on a telephone, and of its panels, labels included."""

@@ -97,13 +97,13 @@ def v41_checkpoint(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def v41_model() -> Any:
+def v41_model(v41_checkpoint: Path) -> Any:
     """The reference of its weights in fp32, with keys rounded as SGLang rounds them on Hopper: entries to 4 bits."""
     import torch
-    from small_v41 import SIZES_V41, random_v41
+    from small_v41 import SIZES_V41, saved_v41
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    return random_v41(SIZES_V41).to("cuda").rounded()
+    return saved_v41(v41_checkpoint, SIZES_V41).to("cuda").rounded()
 
 
 @pytest.fixture

@@ -153,6 +153,9 @@ SCENARIOS = [
 ]
 """On one GPU, with attention and the parts indexer and gather on dsv4attn, unless a name says otherwise."""
 
+TENSOR_PARALLEL = Scenario("tensor-parallel-2", options={"tp_size": 2}, graphs=GRAPHS)
+"""On two GPUs: each has 32 heads."""
+
 V41 = {"enable_decoder_swa_bounded_replay": False}
 """All layers run on all tokens of a prompt. SGLang reads the configuration of DeepSeek-V4.1 as it is."""
 V41_SCENARIOS = [

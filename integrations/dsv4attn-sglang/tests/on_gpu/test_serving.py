@@ -18,7 +18,7 @@ import small_model
 import torch
 from small_model import logprobs
 
-from on_gpu.scenarios import PAGE, SCENARIOS, V41_SCENARIOS, Scenario
+from on_gpu.scenarios import PAGE, SCENARIOS, TENSOR_PARALLEL, V41_SCENARIOS, Scenario
 
 HERE = Path(__file__).parent
 RMS, GAP = 0.05, 0.1
@@ -105,6 +105,15 @@ def test_requests_are_answered_as_by_transformers(
         assert (first["cached"], second["cached"]) == (0, 8 * PAGE)
         assert first["tokens"] == second["tokens"]
         assert torch.equal(first["logprobs"], second["logprobs"])
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+def test_ranks_that_share_heads_answer_as_transformers(
+    checkpoints: dict[str, Path], transformers_model: Any, results: Path
+) -> None:
+    served = check_scenario(TENSOR_PARALLEL, checkpoints["plain"], transformers_model, results)
+
+    assert served["backend"] == ["sm90"]
 
 
 @pytest.mark.parametrize("scenario", V41_SCENARIOS, ids=str)

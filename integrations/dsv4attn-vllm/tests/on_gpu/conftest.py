@@ -101,13 +101,13 @@ def stages_checkpoint(shared_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def v41_model() -> Any:
+def v41_model(v41_checkpoints: dict[str, Path]) -> Any:
     """The reference of its weights in fp32."""
     import torch
-    from small_v41 import SIZES_V41, random_v41
+    from small_v41 import SIZES_V41, saved_v41
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    return random_v41(SIZES_V41).to("cuda")
+    return saved_v41(v41_checkpoints["v41"], SIZES_V41).to("cuda")
 
 
 @pytest.fixture(scope="session")

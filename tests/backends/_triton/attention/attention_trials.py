@@ -31,8 +31,6 @@ from tests.backends._triton.cache.caches import CPU, DEVICE, memory, poisoned
 from tests.core.cache import v41_packer
 from tests.harness import same_bits, same_memory_on, storage_of
 
-__all__ = ["BF16_ROWS", "FNUZ", "FP32_ROWS", "OCP", "SPLIT_OCP", "TINY", "Answer", "Trial", "any_trial", "rising"]
-
 I64 = NDArray[np.int64]
 OCP = KVCacheLayout.fp8_ds_mla()
 FNUZ = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ)

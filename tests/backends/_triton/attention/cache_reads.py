@@ -12,8 +12,6 @@ from torch import Tensor
 from dsv4attn.testing.kit.oracle_cache import place_of
 from tests.backends._triton.attention.attention_trials import Trial
 
-__all__ = ["bytes_read", "may_read"]
-
 U64 = NDArray[np.uint64]
 
 

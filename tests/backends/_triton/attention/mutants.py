@@ -22,8 +22,6 @@ from dsv4attn.core.contract.backend import AttentionOptions
 from tests.backends._triton.attention.attention_trials import Answer, Trial
 from tests.programs import import_text
 
-__all__ = ["far_away", "mutate"]
-
 _FAR = 2**31 + 64
 """Elements from one row to the next; a multiple of 16 bytes in every type."""
 _NORESERVE = 0x4000

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -86,6 +87,11 @@ def attributes() -> dict[str, Any]:
     return {**counted, "far": counts(rows_of(), "gfx942", far=True)}
 
 
+def _engine_compiles(_: object) -> None:
+    """Another thread of the process compiles a kernel."""
+    triton.knobs.compilation.listener(src=SimpleNamespace(name="kernel_of_an_engine"), cache_hit=False)
+
+
 def warmed() -> dict[str, Any]:
     """Warm-up and launches on fake devices, with the keys of Triton's cache."""
     facts = {}
@@ -100,6 +106,8 @@ def warmed() -> dict[str, Any]:
             count = warmup.warm(variants, DEVICE, name="acme")
         with warmup.compiled() as again:
             warmup.warm(variants, DEVICE)
+        with logged() as beside, patch.object(warmup, "_load", _engine_compiles):
+            warmup.warm(variants, DEVICE)
         with warmup.compiled() as inside:
             _launch()
             if runtime.FAR_FORMS:
@@ -111,7 +119,7 @@ def warmed() -> dict[str, Any]:
             cross_compile(v, target, far=far).hash for v in variants for far in (False, True)[: 2 - target.is_cuda]
         ]
         counts = {"count": count, "loaded": len(fake.loaded), "launched": len(fake.launched)}
-        lists = {"first": first, "again": again, "inside": inside, "outside": outside, "log": lines}
+        lists = {"first": first, "again": again, "inside": inside, "outside": outside, "log": lines, "beside": beside}
         facts[name] = {**counts, **lists, "unforeseen": len(keys - {*ahead}), "unused": len({*ahead} - keys)}
     return facts
 

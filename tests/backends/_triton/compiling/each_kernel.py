@@ -9,8 +9,6 @@ from dsv4attn.backends._triton.compiling.aot import cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 
-__all__ = ["compile_each", "one_of_each"]
-
 
 def one_of_each(variants: Iterable[Variant]) -> dict[Any, Variant]:
     """By kernel, the variant whose constants are smallest: it compiles fastest."""

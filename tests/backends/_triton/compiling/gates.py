@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tests.programs import run_compiling
 
-__all__ = ["broken_limits"]
-
 MULTIPLYING = ("attention", "project_kernel", "project_turned_kernel", "few_rows_kernel")
 """Kernels whose products belong on the matrix unit, unless caches or matrices are fp32."""
 

@@ -20,8 +20,6 @@ from dsv4attn.selection import load_backend
 from dsv4attn.tools.cli.common import geometry_of
 from dsv4attn.tools.cli.compile import bounds_of
 
-__all__ = ["CASES", "TWINS", "Case"]
-
 
 @frozen
 class Case:

@@ -10,8 +10,6 @@ import numpy as np
 from dsv4attn.testing.kit.tolerances import F64
 from dsv4attn.testing.oracle import attention as oracle
 
-__all__ = ["instructions", "of_bf16", "run"]
-
 U32 = Any  # what numpy makes of shifted uint32 arrays depends on its version
 
 

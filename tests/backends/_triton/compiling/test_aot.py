@@ -122,8 +122,9 @@ def test_g18_after_warm_up_nothing_compiles(facts: dict[str, Any], name: str, fo
     assert warmed["loaded"] == 2 * forms + 1
     assert warmed["again"] == warmed["inside"] == []
     assert warmed["launched"] == forms + 1
-    (line,) = warmed["log"]
+    (line,), (beside,) = warmed["log"], warmed["beside"]
     assert f"acme is warm: {2 * forms} kernels on xpu, of which " in line
+    assert ", of which 0 were compiled now, " in beside
 
 
 @pytest.mark.parametrize("name", ["sm_90", "gfx942"])

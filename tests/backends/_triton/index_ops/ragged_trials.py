@@ -8,8 +8,6 @@ import torch
 
 from tests.backends._triton.index_ops.index_trials import INT, LONG, NUMBERS, Trial, loose, numbers, spoiled, table_of
 
-__all__ = ["pack", "translate_ragged"]
-
 
 def pack(rng: Random) -> Trial:
     """Dense rows, some longer than their columns, of which many, few or no entries exist."""

@@ -11,8 +11,6 @@ from triton.backends.compiler import GPUTarget
 from dsv4attn.backends._triton.compiling.variant import Variant
 from tests.backends._triton.launching.kernels_small import attend, rows
 
-__all__ = ["FakeDriver", "attend_of", "cpu_args", "rows_of"]
-
 
 def rows_of(**types: str) -> Variant:
     """A variant of `rows`."""

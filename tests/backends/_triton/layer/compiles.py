@@ -30,8 +30,6 @@ from dsv4attn.backends._triton.layer.selection import launch as select
 from dsv4attn.backends._triton.layer.selection import ranks
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 
-__all__ = ["CASES"]
-
 BF16 = torch.bfloat16
 
 

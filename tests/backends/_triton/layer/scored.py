@@ -31,8 +31,6 @@ from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from tests.backends._triton.layer.kernels_scored import select_kernel
 
-__all__ = ["capacity_of", "select", "slack_of"]
-
 SHORTEST = 2048
 """Places of a token's list, at least."""
 PART = 1024

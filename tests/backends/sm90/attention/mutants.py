@@ -14,8 +14,6 @@ from dsv4attn.backends.sm90.interpreted import kernels, kernels_few_heads, kerne
 from tests.backends.sm90.attention import kernels_schedule_walk
 from tests.programs import import_text
 
-__all__ = ["plant", "planted"]
-
 _SCHEDULE = kernels_schedule.__name__
 
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from dsv4attn.backends._triton.cache.forms import WriterForm
 
-__all__ = ["EntryForm", "PoolForm"]
-
 
 class EntryForm(NamedTuple):
     """What an entry, or an index key, compiles to that is stored from registers.

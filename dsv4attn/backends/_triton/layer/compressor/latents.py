@@ -33,8 +33,6 @@ from dsv4attn.core.torch_ops import latents as torch_latents
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.core.torch_ops.latents import check_ring
 
-__all__ = ["MOST", "compress_latents", "norm_rope_store", "variants"]
-
 MOST = 8
 """Tokens of a window that a program holds."""
 WARP_DIMS = 512

@@ -34,8 +34,6 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["compress_norm_rope_store", "entry_form", "save_partial_states", "state_numbers", "variants"]
-
 SAVE_TILE, SAVE_WARPS = 1024, 4
 """Channels that a program saves, and its warps."""
 PROGRAMS = 256

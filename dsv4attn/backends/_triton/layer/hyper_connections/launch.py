@@ -40,12 +40,6 @@ from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
-__all__ = [
-    "Delayed", "MixResults", "empty_results", "fused_post_pre", "hc_head", "meta_streams", "meta_weights",
-    "mhc_collapse", "mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "mhc_post", "mhc_pre", "mhc_pre_delayed",
-    "mix", "transient_bytes", "tuning_of_calls", "variants",
-]  # fmt: skip
-
 
 @frozen(eq=False)
 class Delayed:

@@ -23,11 +23,6 @@ LEAST = 16
 MOST_SPLITS = 128
 """Largest number of splits that are added at a time."""
 
-__all__ = [
-    "FEW", "FIXED", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "heads_of", "mix_block",
-    "mix_constants", "overlaps", "post_constants", "products_constants", "tile_of", "tuning_for", "uses_factors",
-]  # fmt: skip
-
 
 @frozen
 class Tile:

@@ -18,8 +18,6 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["order", "select_blocks", "select_inside", "variants"]
-
 WARPS = 8
 """Of a program that orders candidates."""
 

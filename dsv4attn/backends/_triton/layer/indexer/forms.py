@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from dsv4attn.backends._triton.compiling.number_tuples import Int32, Int64
 
-__all__ = ["KeyNumbers", "QueryStrides", "ScoreForm"]
-
 
 class ScoreForm(NamedTuple):
     """What scores of index keys compile to.

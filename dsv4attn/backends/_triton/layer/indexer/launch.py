@@ -45,17 +45,6 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
-__all__ = [
-    "LANES",
-    "fp8_mqa_logits",
-    "fp8_paged_mqa_logits",
-    "multiplies_codes",
-    "score",
-    "score_inside",
-    "score_maxima",
-    "variants",
-]
-
 LANES = 64
 """Number of maxima that `score` writes for each run of entries."""
 SPILLS = 320

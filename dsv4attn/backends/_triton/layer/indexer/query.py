@@ -24,8 +24,6 @@ from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 
-__all__ = ["indexer_q_rope_quant", "variants"]
-
 TILE, WARPS = 4096, 8
 """Values of q that a program takes, 32 heads of the model's, and its warps."""
 

@@ -25,21 +25,6 @@ from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.model.weight_scales import factors_of
 from dsv4attn.core.reprs import fields_repr
 
-__all__ = [
-    "BLOCK",
-    "CODED",
-    "HEADS",
-    "HEAD_RUN",
-    "CodedTiles",
-    "Heads",
-    "is_served",
-    "most_rows",
-    "multiply",
-    "multiply_codes",
-    "variants",
-    "variants_of",
-]
-
 BLOCK = 128
 """Rows and columns under one scale of codes."""
 PLAIN_RUN = 128

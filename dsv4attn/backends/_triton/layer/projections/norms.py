@@ -21,8 +21,6 @@ from dsv4attn.backends._triton.layer.projections.kernels_norms import norm_kerne
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides, check_tensor
 from dsv4attn.core.torch_modes import without_modes
 
-__all__ = ["norm_q_kv", "variants"]
-
 WARPS = 4
 
 

@@ -31,8 +31,6 @@ from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["fp8_o_proj", "inv_rope_fp8_quant", "multiply_codes", "project_fp8", "transient_bytes", "variants"]
-
 AMAX_FLOOR = 1e-10
 """Smallest maximum of a group that is assumed, so that a group of zeros has a scale."""
 FORMATS: Final = {torch.float8_e4m3fn: Fp8Format.OCP, torch.float8_e4m3fnuz: Fp8Format.FNUZ}

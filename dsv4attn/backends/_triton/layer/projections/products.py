@@ -31,21 +31,6 @@ from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import batch_invariant_linear
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "TILES",
-    "Tile",
-    "Tiles",
-    "base_tile",
-    "large_tile",
-    "linear",
-    "parts_of",
-    "product",
-    "tile_constants",
-    "tile_for",
-    "variants",
-    "variants_of",
-]
-
 
 @frozen
 class Tile:

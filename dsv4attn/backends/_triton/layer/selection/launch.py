@@ -25,18 +25,6 @@ from dsv4attn.backends._triton.layer.selection.scratch import rows_at_once
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.ownership import Ownership
 
-__all__ = [
-    "LANES",
-    "MOST",
-    "Plan",
-    "maxima_run",
-    "plan_in_parts",
-    "planned",
-    "select",
-    "variants",
-    "write_lists",
-]
-
 MOST = 2048
 """Entries that can be selected in a row."""
 _ALL = Ownership(0, 1)

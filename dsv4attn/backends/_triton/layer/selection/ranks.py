@@ -20,8 +20,6 @@ from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.torch_modes import without_modes
 
-__all__ = ["choose", "variants"]
-
 TOGETHER = 8192
 """Largest number of candidates of one token, over all ranks, that a program holds in registers."""
 MOST_RANKS = 16

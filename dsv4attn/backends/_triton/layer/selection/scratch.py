@@ -14,8 +14,6 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.torch_modes import is_capturing
 
-__all__ = ["BYTES", "SMALL", "buffer", "parts", "rows_at_once"]
-
 BYTES = 240 * 2**20
 """Bytes that a selection holds, if not a few; or the bytes of one token, if these are more."""
 CAPTURED = 264 * 2**20

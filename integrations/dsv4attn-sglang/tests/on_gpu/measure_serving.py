@@ -1,0 +1,247 @@
+"""Measure SGLang's engine with dsv4attn and with its own attention, by turns: `python measure_serving.py --help`.
+
+Both engines hold a model with the sizes of DeepSeek-V4-Flash and fewer layers and experts, in bf16, with random weights
+that are equal in both, and decode in captured graphs. They are two processes on the same GPUs, which serve the same
+requests one after the other. SGLang computes all prompts before it decodes.
+
+    first token   seconds until each request has one token
+    per token     milliseconds of a decode step: the time of the other tokens, divided by their number
+    tokens/s      generated tokens of all requests in a second, prompts included in the time
+
+Each is the median of the turns, after one that is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent), str(HERE.parents[2] / "dsv4attn-vllm" / "tests")]
+
+ENGINES = OF_DSV4ATTN, OF_SGLANG = "dsv4attn", "sglang"
+LAYERS = "swa c4a c128a c4a c128a c4a c128a c4a c128a c4a"
+KINDS = {
+    "swa": "sliding_attention",
+    "c4a": "compressed_sparse_attention",
+    "c128a": "heavily_compressed_attention",
+}
+FIGURES = {
+    "first_token_s": ("first token, s", 3),
+    "per_token_ms": ("per token, ms", 2),
+    "tokens_per_s": ("tokens/s", 0),
+}
+"""Figures of a case: the head of the column, and how many decimals are shown."""
+
+
+def model_folder(kinds: list[str], experts: int) -> str:
+    """A folder with the configuration of a model of these layers."""
+    from released_sizes import MODELS, RELEASED
+    from transformers import DeepseekV4Config
+
+    from on_gpu.scenarios import write_for_sglang
+
+    config = DeepseekV4Config(
+        **RELEASED,
+        **MODELS["flash"],
+        head_dim=512,
+        vocab_size=129280,
+        n_routed_experts=experts,
+        num_experts_per_tok=6,
+        moe_intermediate_size=2048,
+        layer_types=[KINDS[kind] for kind in kinds],
+        mlp_layer_types=["moe"] * len(kinds),
+        num_hidden_layers=len(kinds),
+        architectures=["DeepseekV4ForCausalLM"],
+        dtype="bfloat16",
+    )
+    folder = tempfile.mkdtemp(prefix="dsv4attn-sglang-")
+    config.save_pretrained(folder)
+    write_for_sglang(Path(folder))
+    return folder
+
+
+def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
+    """What an engine's process does: serve each (prompts, tokens) that arrives, and send the seconds."""
+    os.environ.update(environment)
+    with open(log, "w") as file:  # noqa: PTH123 - a path that travels as text
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(**options)
+    link.send(None)
+    while (work := link.recv()) is not None:
+        prompts, tokens = work
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        begin = time.perf_counter()
+        outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+        seconds = time.perf_counter() - begin
+        assert all(len(output["output_ids"]) == tokens for output in outputs)
+        link.send(seconds)
+    engine.shutdown()
+
+
+def started(name: str, options: dict[str, Any], folder: Path) -> Connection:
+    """Start an engine's process: its link. It sends None when it is ready."""
+    environment = {
+        "DSV4ATTN_SGLANG": str(int(name == OF_DSV4ATTN)),
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    }
+    link, theirs = multiprocessing.Pipe()
+    arguments = theirs, str(folder / f"{name}.log"), environment, options
+    multiprocessing.get_context("spawn").Process(target=serve, args=arguments).start()
+    theirs.close()
+    return link
+
+
+def seconds_of(link: Connection, prompts: list[list[int]], tokens: int) -> float:
+    """How long an engine takes for these prompts at once, and so many tokens of each answer."""
+    link.send((prompts, tokens))
+    seconds: float = link.recv()
+    return seconds
+
+
+def prompts_of(count: int, length: int, turn: int) -> list[list[int]]:
+    """Random prompts, other ones in each turn."""
+    draw = random.Random(f"{count} {length} {turn}")
+    return [[draw.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
+
+
+def measured(links: dict[str, Connection], count: int, length: int, tokens: int, turns: int) -> dict[str, Any]:
+    """Figures of each engine, by its name: medians of the turns."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in links}
+    for turn in range(turns + 1):
+        prompts = prompts_of(count, length, turn)
+        for name, link in links.items():
+            first, whole = (seconds_of(link, prompts, number) for number in (1, tokens))
+            decode = (whole - first) / (tokens - 1)
+            figures = {"first_token_s": first, "per_token_ms": decode * 1e3, "tokens_per_s": count * tokens / whole}
+            found[name] += [figures] * (turn > 0)
+    return {
+        name: {figure: statistics.median(turn[figure] for turn in several) for figure in FIGURES}
+        for name, several in found.items()
+    }
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    """The figures of both engines and their ratio."""
+    title = f"Flash's sizes, {len(report['layers'])} layers, {report['gpus']} x {report['device']}, {report['date']}"
+    table = Table(title=title, caption="ratio: dsv4attn / SGLang with its own attention")
+    table.add_column("requests x prompt")
+    for head, _ in FIGURES.values():
+        for column in (f"{head}: dsv4attn", "SGLang", "ratio"):
+            table.add_column(column, justify="right")
+    for case in report["cases"]:
+        row = [f"{case['requests']} x {case['prompt']:,}"]
+        for name, (_, decimals) in FIGURES.items():
+            ours, theirs = (case.get(engine, {}).get(name) for engine in ENGINES)
+            row += [f"{value:,.{decimals}f}" if value else "" for value in (ours, theirs)]
+            row.append(f"{ours / theirs:.3f}" if ours and theirs else "")
+        table.add_row(*row)
+    return table
+
+
+@click.command(help=__doc__)
+@click.option("--layers", default=LAYERS, show_default=True, help="kinds of layers, with spaces between them")
+@click.option("--experts", default=32, show_default=True, help="in a layer")
+@click.option("--cases", default="8x1024,64x1024,256x1024,8x8192", show_default=True, help="REQUESTSxTOKENS")
+@click.option("--tokens", default=64, show_default=True, help="that each request generates")
+@click.option("--turns", default=3, show_default=True, help="of each engine, after one that is not counted")
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
+@click.option("--only", type=click.Choice(ENGINES), help="one engine alone")
+@click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
+@click.option("--options", "more", default="{}", help="of SGLang's Engine, more for both engines, as JSON")
+@click.option("--folder", type=Path, help="for logs")
+@click.option("--json", "out", type=Path, help="file for the results")
+def main(
+    *,
+    layers: str,
+    experts: int,
+    cases: str,
+    tokens: int,
+    turns: int,
+    gpus: int,
+    only: str | None,
+    start_limit: float,
+    more: str,
+    folder: Path | None,
+    out: Path | None,
+) -> None:
+    """See the module."""
+    import torch
+
+    kinds = layers.split()
+    options = {
+        "model_path": model_folder(kinds, experts),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "tp_size": gpus,
+        "context_length": 16384,
+        "max_running_requests": 256,
+        "max_total_tokens": 2**19,
+        "swa_full_tokens_ratio": 0.25,
+        # both engines share the GPU: the number of tokens limits the caches
+        "mem_fraction_static": 0.9,
+        "chunked_prefill_size": 8192,
+        "disable_radix_cache": True,
+        "cuda_graph_bs_decode": [1, 8, 64, 256],
+        "cuda_graph_backend_prefill": "disabled",
+        "random_seed": 0,
+        **json.loads(more),
+    }
+    folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-sglang-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"logs: {folder}", file=sys.stderr, flush=True)
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "layers": kinds,
+        "experts": experts,
+        "tokens": tokens,
+        "turns": turns,
+        "gpus": gpus,
+        "options": json.loads(more),
+        "cases": [],
+    }
+    links: dict[str, Connection] = {}
+    # one after the other: an engine measures the memory that is free while it starts
+    for name in [only] if only else ENGINES:
+        link = started(name, options, folder)
+        try:
+            if not link.poll(start_limit):
+                raise click.ClickException(f"{name}: not ready after {start_limit:.0f} s, see {folder / name}.log")
+            link.recv()
+        except EOFError:
+            print(f"{name}: did not start, see {folder / name}.log", file=sys.stderr, flush=True)
+        else:
+            links[name] = link
+    for case in cases.split(","):
+        count, length = map(int, case.split("x"))
+        report["cases"].append({"requests": count, "prompt": length, **measured(links, count, length, tokens, turns)})
+        print(json.dumps(report["cases"][-1]), file=sys.stderr, flush=True)
+        if out:
+            out.write_text(json.dumps(report, indent=1) + "\n")
+    for link in links.values():
+        link.send(None)
+    Console(width=160).print(table_of(report))
+
+
+if __name__ == "__main__":
+    main()

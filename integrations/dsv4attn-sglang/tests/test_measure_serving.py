@@ -1,0 +1,56 @@
+"""measure_serving.py on a CPU: its figures and its table, with engines that only count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from on_gpu.measure_serving import measured, model_folder, prompts_of, table_of
+from rich.console import Console
+
+
+class Link:
+    """An engine that takes a second for prompts and so many for each further token of an answer."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.served = seconds, list[tuple[list[list[int]], int]]()
+
+    def send(self, work: tuple[list[list[int]], int]) -> None:
+        """Serve prompts."""
+        self.served.append(work)
+
+    def recv(self) -> float:
+        """The seconds of the last prompts."""
+        return 1 + self.seconds * (self.served[-1][1] - 1)
+
+
+def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
+    links: dict[str, Any] = {"dsv4attn": Link(0.1), "sglang": Link(0.2)}
+    figures = measured(links, 2, 8, 11, 3)
+
+    served = links["dsv4attn"].served
+    assert served == links["sglang"].served
+    # each turn has other prompts, of which each engine answers one token and then all
+    assert [tokens for _, tokens in served] == [1, 11] * 4
+    assert served[::2] == [(prompts_of(2, 8, turn), 1) for turn in range(4)]
+    assert {tuple(map(len, prompts)) for prompts, _ in served} == {(8, 8)}
+    assert len({str(prompts) for prompts, _ in served}) == 4
+    assert [round(of["per_token_ms"]) for of in figures.values()] == [100, 200]
+    assert figures["dsv4attn"]["first_token_s"] == 1
+    assert round(figures["dsv4attn"]["tokens_per_s"], 3) == 11
+
+    report = {"layers": ["swa"], "gpus": 1, "device": "GPU", "date": "2026-11-29"}
+    report["cases"] = [{"requests": 2, "prompt": 8192, **figures}, {"requests": 2, "prompt": 8, "sglang": {}}]
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(table_of(report))
+    assert "2 x 8,192" in captured.get()
+    assert "0.500" in captured.get()
+
+
+def test_the_model_has_the_layers_and_experts_that_are_asked_for() -> None:
+    config = json.loads(Path(model_folder(["swa", "c4a", "c128a"], 32), "config.json").read_text())
+
+    assert (config["num_hidden_layers"], config["n_routed_experts"]) == (3, 32)
+    assert config["topk_method"] == "noaux_tc"
