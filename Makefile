@@ -56,7 +56,7 @@ NEWEST ?= $(CURDIR)/$(ENGINES)/newest
 OLDEST_PATH := PYTHONPATH=$(OLDEST):$(CURDIR)/integrations/dsv4attn-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-flashinfer test-engines test-engines-oldest test-oldest-torch fetch-newest-engines check-engine-internals lint hooks bench docs wheels-check release-check clean
+.PHONY: help run run-parallel test test-rest test-ci test-slow test-all test-transformers test-flashinfer test-engines engines test-engines-oldest test-oldest-torch fetch-newest-engines check-engine-internals lint hooks bench docs wheels-check release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' Makefile
@@ -68,14 +68,18 @@ run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked (A
 run-parallel: $(VENV)/.stamp-run ## serve the longer trace over two ranks with gloo, each with a part of the entries
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m dsv4attn run --verbose --trace long --context-parallel 2 $(ARGS)
 
-# one thread a worker: two workers with a thread pool each only fight over two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# one thread a worker: two workers with a thread pool each only fight over two cores. worksteal: neighbours, which share
+# modules, fixtures and recordings of kernels, stay in one worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(VENV)/.stamp-test ## run the tests, without planted bugs, full products and slow ones
 	$(PYTEST) -m "not (mutation or matrix or slow)" $(ARGS)
 
 test-rest: $(VENV)/.stamp-test ## run planted bugs and full products, which `make test` leaves out
 	$(PYTEST) -m "(mutation or matrix) and not slow" $(ARGS)
+
+test-ci: $(VENV)/.stamp-test ## run the tests of both in one run, as CI does: what they share is made once
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.stamp-test ## run the tests that take minutes each: hours in all
 	$(PYTEST) -m slow $(ARGS)
@@ -92,9 +96,11 @@ test-flashinfer: $(VENV)/.stamp-flashinfer ## hold the calls of the sm120 backen
 	$(WITH_OLDEST_FLASHINFER) $(BIN)/python -c 'from importlib.metadata import version as v; print("flashinfer", v("flashinfer-python")); assert "$(OLDEST_FLASHINFER)".endswith("==" + v("flashinfer-python"))'
 	$(WITH_OLDEST_FLASHINFER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k "real or capture or as_they_are" tests/backends/sm120/test_flashinfer_package.py tests/backends/sm120/test_formats.py $(ARGS)
 
-test-engines: $(ENGINES)/.stamp-vllm $(ENGINES)/.stamp-sglang $(ENGINES)/.stamp-lmdeploy $(ENGINES)/.stamp-tokenspeed ## run the tests of the engine adapters in integrations/
-	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
-	cd integrations/dsv4attn-sglang && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
+engines: $(ENGINES)/.stamp-lmdeploy $(ENGINES)/.stamp-tokenspeed ## install the engines' own Python in .venv-engines
+
+test-engines: engines ## run the tests of the engine adapters in integrations/
+	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	cd integrations/dsv4attn-sglang && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 	cd integrations/dsv4attn-flash-mla && PYTHONPATH=$(CURDIR)/$(ENGINES)/lmdeploy OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest $(ARGS)
 	cd integrations/dsv4attn-tokenspeed && PYTHONPATH=$(CURDIR)/$(ENGINES)/tokenspeed OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest $(ARGS)
 

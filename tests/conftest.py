@@ -32,8 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _prepare() -> None:
     """Let kernels run wherever they can, make examples of property tests repeatable, and look for few cycles."""
     # tests leave few cycles, in addition to all that stays to the end: to look for them as often as Python does by
-    # itself takes 5 to 9 % of a run.
-    gc.set_threshold(20_000, 20, 50)
+    # itself takes 5 to 9 % of a run. One look at all that stays takes 4 s.
+    gc.set_threshold(50_000, 20, 100)
 
     import torch
     from hypothesis import settings

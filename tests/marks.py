@@ -4,8 +4,8 @@ The selection of a product of three or more axes keeps every pair of values that
 two axes takes the values of one in turn with those of the other (`in_turn`): it has every value, and half of the pairs.
 Which half depends on the test's name, so that a pair that one test leaves out is in another test of the same product.
 
-In the folders whose tests run interpreted kernels or whole models, `make test` takes two cases of each test. Which two
-depends on the test's name. The further cases are marked `matrix`, so CI runs them.
+In the folders whose tests run interpreted kernels, whole models or one check on many cases, `make test` takes two cases
+of each test. Which two depends on the test's name. The further cases are marked `matrix`, so CI runs them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 __all__ = ["COLLECTED", "in_turn", "pairwise", "pytest_collection_modifyitems", "turn_of"]
 
 COSTLY = (
-    "backends", "compat", "core/attention", "core/context_parallel", "core/layer", "core/memory", "integrations",
-    "parity", "serving", "tools/replay",
+    "backends", "compat", "core/attention", "core/cache", "core/context_parallel", "core/layer", "core/memory",
+    "core/metadata", "integrations", "parity", "serving", "testing", "tools/bench", "tools/replay",
 )  # fmt: skip
-"""Folders of `tests` whose tests run interpreted kernels or whole models."""
+"""Folders of `tests` whose tests run interpreted kernels, whole models or one check on many cases."""
 CASES = 2
 """Cases of a test in these folders that have no marker of a further run."""
 COLLECTED = pytest.StashKey[dict[str, set[str]]]()

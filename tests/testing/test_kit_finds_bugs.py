@@ -281,6 +281,7 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.matrix
 def test_g22_the_kit_calls_the_fused_insert_as_the_contract_has_it() -> None:
     none_fail(with_op(INSERT, after=mutants.types_asserted), "I,dtype-*,layout-*,layers-*,dims-swa-*")
 

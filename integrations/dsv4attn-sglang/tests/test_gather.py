@@ -88,6 +88,7 @@ def test_every_kernel_compiles_in_a_process_of_sglang() -> None:
     assert told["replaced"]
     assert told["keeps"]
     assert len({*told["otherwise"]}) == 1
-    for said in told["said"].values():
+    for target, names in (("sm_80", {"attention", "gather_kernel", "score_kernel"}), ("sm_90", {"attention"})):
+        said = told["said"][target]
         assert {name: error for name, error in said.items() if error} == {}
-        assert {name.rpartition(".")[2] for name in said} >= {"attention", "gather_kernel", "score_kernel"}
+        assert {name.rpartition(".")[2] for name in said} >= names

@@ -127,6 +127,7 @@ def compiled_gather(*capabilities: int) -> dict[str, str]:
 def compiled_kernels(*targets: str) -> dict[str, Any]:
     """What the compiler says about one variant of each kernel that this wheel launches, in a process that runs a model.
 
+    A kernel that backends of several targets launch is compiled for the first one.
     replaced: whether SGLang has put its function in the place of Triton's. keeps: whether it leaves Triton's cache in a
     folder that was chosen before, as docs/engines.md says. otherwise: the folder that it chooses itself, and the one of
     `dsv4attn compile --engine sglang`.
@@ -150,14 +151,15 @@ def compiled_kernels(*targets: str) -> dict[str, Any]:
     from tests.backends._triton.compiling.each_kernel import compile_each
 
     windows = {"v4": LAYOUTS["v4"], "v41_new": LAYOUTS["v41_new"], "v41_fp4_new": LAYOUTS["v41_new"]}
-    model, limits, said = ModelGeometry.preset("flash"), Limits(64, 1024, 2**20), {}
+    model, limits, said, done = ModelGeometry.preset("flash"), Limits(64, 1024, 2**20), {}, set[Any]()
     for target in targets:
         backend, variants = load_backend({"sm_90": "sm90"}.get(target, "triton")), []
         for name, compressed in LAYOUTS.items():
             layouts = {"swa": windows[name], "compressed": compressed}
             bounds = WarmupSpec.of(model, limits, layer_parts=True, parts=PARTS, **layouts)
             variants += backend.kernel_variants(bounds, DeviceFacts.named(target))
-        said[target] = compile_each(variants, target)
+        said[target] = compile_each([variant for variant in variants if variant.kernel not in done], target)
+        done |= {variant.kernel for variant in variants}
     keeps = os.environ.pop("TRITON_CACHE_DIR") == folder
     otherwise = [third_party_cache_defaults()["TRITON_CACHE_DIR"], str(SGLANG.kernel_folder())]
     replaced = next_power_of_2 is common.next_power_of_2

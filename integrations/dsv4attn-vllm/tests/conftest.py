@@ -2,6 +2,7 @@
 
 Faked, for all tests:
 - torch.cuda.Event does nothing. vLLM makes events in the constructors of its layers, and a CPU has no streams to order.
+- vLLM looks at a model's class in a copy of this process. Its own, as in test_plugin.py, would import it all again.
 - The linears multiply by torch (`cpu_linear`); vLLM's are compiled.
 - Compressors, insert and index kernels run in Triton's interpreter (TRITON_INTERPRET=1).
 - There is no engine process, no worker and no graph, but for served.py, which has an engine. `engine.py` has a
@@ -11,9 +12,10 @@ Faked, for all tests:
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,27 @@ import torch
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
+from vllm.model_executor.models import registry
+
 from integrations.interpreter import round_as_torch
 from tests.fast_interpreter.patches import patch_interpreter
 
 patch_interpreter()
+
+
+def look_in_copy(look: Callable[[], Any]) -> Any:
+    """Call a function in a copy of this process, which it may change, and return its result."""
+    result, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(look()))
+    process.start()
+    theirs.close()
+    try:
+        return result.recv()
+    finally:
+        process.join()
+
+
+registry._run_in_subprocess = look_in_copy
 
 
 def multiply_bf16_by_value() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from dsv4attn_vllm.guard import is_before_0_33
 from small_model import write_as_released
 from torch import Tensor
@@ -37,6 +37,8 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, get_kv_cache_spec
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
 import dsv4attn as ds
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.testing.oracle import attention as oracle
 
 try:
@@ -46,6 +48,7 @@ except ImportError:  # vLLM 0.32
 
     get_global_kv_cache_groups = None
 
+REFERENCE, TORCH_OPS = ReferenceBackend(), LayerOps()
 KINDS = {"swa": "sliding_attention", "c4a": "compressed_sparse_attention", "c128a": "heavily_compressed_attention"}
 SIZES = {
     "vocab_size": 256,
@@ -225,9 +228,22 @@ class Engine:
         """A request whose first tokens are in the caches already, with keys as a prefill of them would write."""
         self.requests += 1
         request = Request(self.requests, blocks=[[] for _ in self.block_sizes])
-        while request.tokens < tokens:
-            self.step([(request, min(tokens - request.tokens, 200))], attend=False)
+        with self.written_by_reference():
+            while request.tokens < tokens:
+                self.step([(request, min(tokens - request.tokens, 200))], attend=False)
         return request
+
+    @contextmanager
+    def written_by_reference(self) -> Iterator[None]:
+        """Write caches by torch. Interpreted kernels write the same bytes, and take longer than the next step."""
+        with ExitStack() as stack:
+            for layer in self.layers:
+                backend = layer._serving.backend
+                names = "save_partial_states", "compress_norm_rope_store"
+                ops = evolve(backend.layer_ops, **{name: getattr(TORCH_OPS, name) for name in names})
+                by_torch = {"layer_ops": ops, "qnorm_rope_kv_insert": REFERENCE.qnorm_rope_kv_insert}
+                stack.enter_context(patch.dict(vars(backend), by_torch))
+            yield
 
     def _grow(self, request: Request, tokens: int) -> None:
         """Give a request the pages for these tokens in every group: from one pool, in random order, never page 0."""

@@ -1,4 +1,7 @@
-"""Every kernel that this wheel launches compiles in a process of vLLM, for a GPU of Hopper and an older one."""
+"""Every kernel that this wheel launches compiles in a process of vLLM: Hopper's for Hopper, others for an older GPU.
+
+That a kernel compiles for every GPU the project's own tests show. Here it is compiled next to what vLLM has imported.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from triton import knobs
 from dsv4attn.integrations.engines import VLLM
 from dsv4attn.tools.cli.compile import bounds_of
 assert os.environ.get("TRITON_CACHE_DIR") or knobs.cache.dir == str(VLLM.kernel_folder())
-said, folder = {{}}, os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
+said, done, folder = {{}}, set(), os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
 initialize_inductor_cache(tempfile.mkdtemp())
 assert os.environ["TRITON_CACHE_DIR"] == folder, "docs/engines.md says that vLLM keeps it"
 for target, name in (("sm_80", "triton"), ("sm_90", "sm90")):
@@ -37,17 +40,24 @@ for target, name in (("sm_80", "triton"), ("sm_90", "sm90")):
         # what `dsv4attn compile` puts into an image
         image += backend.kernel_variants(bounds_of(ModelGeometry.preset(model), "e4m3fn", None, 2), device)
     assert {{*variants}} <= {{*image}}
-    said[target] = compile_each(variants, target)
+    said[target] = compile_each([variant for variant in variants if variant.kernel not in done], target)
+    done |= {{variant.kernel for variant in variants}}
 print()
 print(json.dumps(said))
 """
 
 
+KERNELS = {
+    "sm_80": {"attention", "insert_kernel", "norm_kernel", "store_kernel", "project_codes_kernel"},
+    "sm_90": {"attention", "score_index", "select_index", "project_many_kernel"},
+}
+"""Some of those that are compiled for a target."""
+
+
 def test_every_kernel_compiles_in_a_process_of_vllm(tmp_path: Path) -> None:
     told, _ = run(tmp_path / "compiles.py", CODE)
 
-    assert told.keys() == {"sm_80", "sm_90"}
-    for said in told.values():
-        assert {name: error for name, error in said.items() if error} == {}
-        names = {name.rpartition(".")[2] for name in said}
-        assert names >= {"attention", "insert_kernel", "norm_kernel", "store_kernel", "project_codes_kernel"}
+    assert told.keys() == KERNELS.keys()
+    for target, names in KERNELS.items():
+        assert {name: error for name, error in told[target].items() if error} == {}
+        assert {name.rpartition(".")[2] for name in told[target]} >= names

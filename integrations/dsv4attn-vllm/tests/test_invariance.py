@@ -112,8 +112,11 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ALONE = [[(7, 40)], [(7, 1)]]
-TOGETHER = [[(8, 131), (7, 11)], [(7, 29), (8, 1)], [(8, 1), (9, 5), (7, 1)]]
-"""(request, tokens) of each step, in the order of the batch: a prompt alone, and cut among requests with more keys."""
+TOGETHER = [[(8, 31), (7, 11)], [(7, 29), (8, 1)], [(8, 1), (9, 5), (7, 1)]]
+"""(request, tokens) of each step, in the order of the batch: a prompt alone, and cut among requests with more keys.
+
+Other requests have 100 tokens before their first step.
+"""
 
 
 def rows_of(engine: WholeEngine, steps: list[list[tuple[int, int]]], name: int) -> list[Tensor]:
@@ -123,7 +126,7 @@ def rows_of(engine: WholeEngine, steps: list[list[tuple[int, int]]], name: int) 
     for step in steps:
         for request, _ in step:
             if request not in requests:
-                requests[request] = engine.request()
+                requests[request] = engine.request(0 if request == name else 100)
                 requests[request].name = request
         outs, row = engine.step([(requests[request], count) for request, count in step]), 0
         for request, count in step:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import time
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,17 @@ def serve_made_up(link: Connection, log: str, environment: dict[str, str], optio
         link.send({**figures, **STEADY, "tokens_per_s": 1000.0 * tokens})
 
 
+@pytest.fixture
+def started_by() -> str:
+    """How processes start: a copy of this one imports nothing again."""
+    return "fork"
+
+
 @pytest.fixture(autouse=True)
-def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def _made_up(monkeypatch: pytest.MonkeyPatch, started_by: str) -> None:
+    start = get_context(started_by).Process
     monkeypatch.setattr(measure_serving, "serve", serve_made_up)
+    monkeypatch.setattr(get_context("spawn"), "Process", start)
 
 
 def run(tmp_path: Path, *options: str) -> tuple[dict[str, Any], Result]:
@@ -120,6 +129,7 @@ def test_a_model_has_the_experts_of_one_rank(tmp_path: Path) -> None:
     assert (config["n_routed_experts"], config["num_hidden_layers"], config["moe_intermediate_size"]) == (48, 3, 3072)
 
 
+@pytest.mark.parametrize("started_by", ["spawn"])
 def test_one_engine_alone(tmp_path: Path) -> None:
     report, result = run(tmp_path, "--only", OF_DSV4ATTN)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -25,8 +23,8 @@ OWN = {V4.name: V4FlashMLA, V41.name: V41FlashMLA}
 """vLLM's layer with its own attention."""
 
 
-def lengths_that_hit(model: Model, layer: type, drafts: int, **options: Any) -> tuple[int, list[int]]:
-    """The shortest prefix of which a later request finds anything, and what it finds of some longer ones."""
+def found_of(lengths: tuple[int, ...], model: Model, layer: type, drafts: int, **options: Any) -> list[int]:
+    """What a later request finds of prefixes of these lengths."""
     with configured_with_amx():
         config = model.config(max_model_len=LONGEST + 64, max_num_batched_tokens=2048, **options)
         draft = drafts and replace(config, model_config=config.speculative_config.draft_model_config)
@@ -41,15 +39,13 @@ def lengths_that_hit(model: Model, layer: type, drafts: int, **options: Any) -> 
 
         requests = Requests(config, pages=4000)
 
-        @cache
         def hit(length: int) -> int:
             prompt = [length, *range(1, length)]
             requests.run({f"{length} first": prompt}, tokens=2)
             [found] = requests.run({f"{length} second": [*prompt, *range(5000, 5040)]}, tokens=2)[0].values()
             return found
 
-        shortest = bisect_left(range(LONGEST), 1, lo=1, key=hit)
-        return shortest, [hit(length) for length in (shortest - 1, shortest, 500, 513, LONGEST)]
+        return [hit(length) for length in lengths]
 
 
 @pytest.mark.skipif(BEFORE_0_33, reason="vLLM 0.32 has other groups")
@@ -76,6 +72,7 @@ def test_a_prefix_hits_from_the_length_from_which_it_hits_in_vllm(
     if drafts:
         options = options | {"speculative_config": {"method": drafts, "num_speculative_tokens": number}}
 
-    found = [lengths_that_hit(model, layer, number, **options) for layer in (model.layer, OWN[model.name])]
+    lengths = shortest - 1, shortest, 500, 513, LONGEST
+    found = [found_of(lengths, model, layer, number, **options) for layer in (model.layer, OWN[model.name])]
 
-    assert found == [(shortest, hits)] * 2
+    assert found == [hits] * 2

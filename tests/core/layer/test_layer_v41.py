@@ -66,6 +66,7 @@ def test_every_role_is_right_on_records_of_codes(form: str) -> None:
     assert worst_layer_error(v41_stack(**FORMATS[form]), steps, slack=0.2) <= 2.0**-5
 
 
+@pytest.mark.matrix
 def test_every_role_is_right_on_a_backend_of_kernels() -> None:
     sizes: dict[str, Any] = {"head_dim": 512, "rope_dim": 64, "index_head_dim": 128, "num_heads": 2, "index_n_heads": 4}
     layout = KVCacheLayout.rows(dtype=torch.float32)

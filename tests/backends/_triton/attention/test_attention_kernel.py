@@ -223,11 +223,13 @@ def test_rows_that_are_launched_in_parts_have_the_bits_of_one_launch(form: Any) 
 
 def test_a_row_of_one_split_has_the_bits_of_a_row_that_is_not_split() -> None:
     """In a batch of long rows and in one of short rows."""
-    trial = Trial(layouts=(OCP, OCP), widths=(30, 30), tokens=3, tuning=SMALL, seed=13)
+    trial = Trial(layouts=(OCP, OCP), widths=(30, 30), tokens=9, tuning=SMALL, seed=13)
     tiles = sum(-(-width // SMALL.keys) for width in trial.widths)
+    answer = trial.check()
 
-    assert trial.check().equals(evolve(trial, splits=3, run=tiles).run_it())
-    assert not trial.check().equals(evolve(trial, splits=3, run=1).run_it())
+    assert answer.equals(evolve(trial, splits=3, run=tiles).run_it())
+    # three rows would do on some processors
+    assert not answer.equals(evolve(trial, splits=3, run=1).run_it())
 
 
 def test_flash_and_pro_have_selections_of_one_split() -> None:
