@@ -56,7 +56,7 @@ NEWEST ?= $(CURDIR)/$(ENGINES)/newest
 OLDEST_PATH := PYTHONPATH=$(OLDEST):$(CURDIR)/integrations/dsv4attn-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-parallel test test-rest test-ci test-slow test-all test-transformers test-flashinfer test-engines engines test-engines-oldest test-oldest-torch fetch-newest-engines check-engine-internals lint hooks bench docs wheels-check release-check clean
+.PHONY: help run run-parallel test test-rest test-slow test-all test-transformers test-flashinfer test-engines engines test-engines-oldest test-oldest-torch fetch-newest-engines check-engine-internals lint hooks bench docs wheels-check release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' Makefile
@@ -77,9 +77,6 @@ test: $(VENV)/.stamp-test ## run the tests, without planted bugs, full products 
 
 test-rest: $(VENV)/.stamp-test ## run planted bugs and full products, which `make test` leaves out
 	$(PYTEST) -m "(mutation or matrix) and not slow" $(ARGS)
-
-test-ci: $(VENV)/.stamp-test ## run the tests of both in one run, as CI does: what they share is made once
-	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.stamp-test ## run the tests that take minutes each: hours in all
 	$(PYTEST) -m slow $(ARGS)

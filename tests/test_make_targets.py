@@ -38,8 +38,7 @@ def targets_of(marks: frozenset[str]) -> set[str]:
 @pytest.mark.parametrize("marks", MARKS, ids=lambda marks: "-".join(marks) or "none")
 def test_two_targets_have_no_test_in_common_and_leave_out_slow_ones_only(marks: tuple[str, ...]) -> None:
     expected = "test-slow" if "slow" in marks else "test-rest" if marks else "test"
-    assert targets_of(frozenset(marks)) - {"test-ci"} == {expected, "test-all"}
-    assert ("test-ci" in targets_of(frozenset(marks))) == (expected != "test-slow")
+    assert targets_of(frozenset(marks)) == {expected, "test-all"}
 
 
 def test_every_collected_test_belongs_to_the_targets_that_its_markers_say(request: pytest.FixtureRequest) -> None:
@@ -123,7 +122,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("target", "count"),
-    [("test", 12), ("test-rest", 1), ("test-ci", 13), ("test-slow", 24), ("test-all", 37), ("", 13)],
+    [("test", 12), ("test-rest", 1), ("test-slow", 24), ("test-all", 37), ("", 13)],
 )
 def test_a_target_collects_its_part_of_a_file(target: str, count: int, counts: dict[str, int]) -> None:
     assert counts[expressions()[target] if target else ""] == count
