@@ -212,8 +212,7 @@ def compile_(
     bounds = [bounds_of(geometry, dtype, longest, num_speculative_tokens) for dtype in dict.fromkeys(dtypes)]
     _require_triton()
     loaded, failed = _loaded(backend, backend_options, served.options if served else {})
-    asked = None if served is None or backend else {getattr(load_settings(), phase).value for phase in PHASES}
-    tasks = _jobs(archs, loaded, bounds, kernels, asked)
+    tasks = _jobs(archs, loaded, bounds, kernels, None if served is None or backend else _asked(loaded))
     from dsv4attn.backends._triton.compiling.aot import compile_all
 
     total = sum(len(task.variants) * (1 if task.target.is_cuda else 2) for task in tasks)
@@ -257,9 +256,14 @@ def _check_writable(folder: Path) -> None:
 
 
 def _show_for_image(ctx: click.Context, folder: Path) -> None:
-    """Print lines of a Dockerfile. They name the folder, as an image may have another home and other variables."""
-    command = shlex.join(["dsv4attn", "compile", *command_line(ctx, "folder"), "--cache", str(folder)])
-    click.echo(f"in a Dockerfile:\n  RUN {command}\n  ENV TRITON_CACHE_DIR={shlex.quote(str(folder))}")
+    """Print lines of a Dockerfile. They name what follows from this machine: the folder, and the settings' backends."""
+    settings, words = load_settings(), command_line(ctx, "folder")
+    asked = {phase: settings.request(phase).value for phase in PHASES}
+    click.echo("in a Dockerfile:")
+    if "--engine" in words and "--backend" not in words and {*asked.values()} != {AUTO}:
+        click.echo(f"  ENV DSV4ATTN_BACKEND={','.join(f'{phase}={name}' for phase, name in asked.items())}")
+    click.echo(f"  RUN {shlex.join(['dsv4attn', 'compile', *words, '--cache', str(folder)])}")
+    click.echo(f"  ENV TRITON_CACHE_DIR={shlex.quote(str(folder))}")
 
 
 def _elsewhere(ctx: click.Context) -> int:
@@ -309,7 +313,7 @@ def _jobs(
         backends_here = {name: compiled for name, (_, compiled) in loaded.items() if facts.matches(devices[name])}
         if not backends_here:
             patterns = sorted({pattern for patterns in devices.values() for pattern in patterns})
-            expected = f"a device of {' or '.join(loaded)}: {', '.join(patterns)}"
+            expected = f"a device of {' or '.join(filter(devices.get, devices))}: {', '.join(patterns)}"
             raise ArgumentError("--target", expected=expected, actual=target.name)
         for name, compiled in backends_here.items():
             variants = [_checked(name, v) for b in bounds for v in compiled.kernel_variants(b, facts)]
@@ -320,6 +324,24 @@ def _jobs(
         if _short(name) not in names:
             raise UnknownNameError("kernel", name, names)
     return jobs
+
+
+def _asked(loaded: Collection[str]) -> set[str]:
+    """What the settings ask for in each phase: names of backends, or AUTO.
+
+    Raises UnknownNameError for a backend that does not exist, ArgumentError if none is asked for that has kernels.
+    """
+    from dsv4attn.errors import ArgumentError
+    from dsv4attn.selection import registered
+
+    settings = [load_settings().request(phase) for phase in PHASES]
+    asked = {setting.value for setting in settings}
+    for name in asked - {AUTO}:
+        registered(name)
+    if asked.isdisjoint({AUTO, *loaded}):
+        expected, hint = "a backend with kernels to compile", "name one with --backend"
+        raise ArgumentError(settings[0].source, expected=expected, actual=repr(settings[0].value), hint=hint)
+    return asked
 
 
 def _arch(name: str) -> str:
