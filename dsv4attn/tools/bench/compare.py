@@ -96,8 +96,11 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether no backend's row became slower or lost its time. Always true across machines."""
-        return not (self.comparable and self.of("slower", "lost"))
+        """Whether the runs have times in common, and no backend's row became slower or lost its time.
+
+        On different machines rows are not judged. An old run without any time has nothing to compare.
+        """
+        return bool(self.changes or not self.only_old) and not (self.comparable and self.of("slower", "lost"))
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""

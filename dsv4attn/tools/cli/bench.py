@@ -154,7 +154,8 @@ def bench(
     \b
     Exit codes:
       0    all results are right, and with --compare nothing is slower
-      1    a result is wrong, or something is slower by more than noise
+      1    a result is wrong, something is slower by more than noise, or
+           --compare finds nothing that both runs measured
       2    bad input
       130  interrupted; what was measured is shown, marked incomplete
     """  # noqa: D301 - click wants the character

@@ -120,17 +120,23 @@ class _Job:
         default=_DTYPES[:1],
         help="Element type of both caches, or their record, where a window of v41_fp4 is v41_fp8; may be repeated.",
     ),
-    integer("--tensor-parallel", default=1, help="Ranks that divide the heads. Kernels are those of one rank."),
+    integer(
+        "--tensor-parallel",
+        default=1,
+        help="Ranks that divide the heads. Kernels are those of one "
+        "rank, with --engine sglang of 64 heads at least, to which SGLang fills up.",
+    ),
     token_count(
         "--max-model-len",
-        help="Longest context that is served, as the engine's option of this name has it. Forms of selection in "
-        "captured graphs follow from it.  [default: the model's longest context]",
+        help="Longest context that is served: vLLM's option of this name, SGLang's --context-length. Forms of "
+        "selection in captured graphs follow from it.  [default: the model's longest context]",
     ),
     integer(
         "--num-speculative-tokens",
         least=0,
         default=0,
-        help="Draft tokens that each request verifies in a decode step, as the engine's option of this name has it.",
+        help="Draft tokens that each request verifies in a decode step: vLLM's option of this name; SGLang's "
+        "--speculative-num-draft-tokens counts one more.",
     ),
     backend_option("the configuration's; with --engine vllm also projection=fp8, as vLLM's wheel has it"),
     text(
@@ -237,7 +243,7 @@ def compile_(
             _show(task)
         _sum_up(tasks, failed)
         if folder is not None and all(outcome.resources for task in tasks for outcome in task.outcomes):
-            _show_for_image(ctx, folder.resolve())
+            _show_for_image(ctx, folder.resolve(), geometry.num_heads)
     ctx.exit(OK if ok else FAILED)
 
 
@@ -255,11 +261,15 @@ def _check_writable(folder: Path) -> None:
         raise ArgumentError("folder of kernels", expected=expected, actual=actual, hint=hint) from error
 
 
-def _show_for_image(ctx: click.Context, folder: Path) -> None:
+def _show_for_image(ctx: click.Context, folder: Path, heads: int) -> None:
     """Print lines of a Dockerfile. They name what follows from this machine: the folder, and the settings' backends."""
-    settings, words = load_settings(), command_line(ctx, "folder")
+    settings, words = load_settings(), command_line(ctx, "folder", "jobs")
     asked = {phase: settings.request(phase).value for phase in PHASES}
-    click.echo("in a Dockerfile:")
+    import triton
+
+    if "--kernel" in words:
+        click.echo("other kernels than those of --kernel are compiled at the start of an engine")
+    click.echo(f"in a Dockerfile, whose image must have Triton {triton.__version__} (kernels of {heads} heads):")
     if "--engine" in words and "--backend" not in words and {*asked.values()} != {AUTO}:
         click.echo(f"  ENV DSV4ATTN_BACKEND={','.join(f'{phase}={name}' for phase, name in asked.items())}")
     click.echo(f"  RUN {shlex.join(['dsv4attn', 'compile', *words, '--cache', str(folder)])}")

@@ -60,6 +60,12 @@ def test_rows_that_only_one_run_has_are_named() -> None:
     assert values.ok
 
 
+def test_runs_without_a_time_in_common_are_not_fine() -> None:
+    values = compare(run([row()]), run([]))
+
+    assert (values.changes, values.only_old, values.ok) == ([], ["decode flash_c4 b=8, ours"], False)
+
+
 def test_a_row_that_never_had_a_time_is_new_once_it_has_one() -> None:
     values = compare(run([row(us=None, state=FAILED)]), run([row()]))
     assert (values.changes, values.only_new, values.ok) == ([], ["decode flash_c4 b=8, ours"], True)
