@@ -35,7 +35,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def long_facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Facts about kernels that take long to compile."""
     program, names = str(Path(__file__).with_name("compiles.py")), ("every_target", "too_much", "second_opinion")
-    return told_by(program, *names, cache=tmp_path_factory.mktemp("cache"))
+    return told_by("-W", "error", program, *names, cache=tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.matrix
