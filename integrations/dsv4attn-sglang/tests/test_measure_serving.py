@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from on_gpu.measure_serving import measured, model_folder, prompts_of, table_of
+from on_gpu.measure_serving import measured, prompts_of, table_of, write_model
 from rich.console import Console
 
 
@@ -41,7 +41,7 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
     assert round(figures["dsv4attn"]["tokens_per_s"], 3) == 11
 
     report = {"layers": ["swa"], "gpus": 1, "device": "GPU", "date": "2026-11-29"}
-    report["cases"] = [{"requests": 2, "prompt": 8192, **figures}, {"requests": 2, "prompt": 8, "sglang": {}}]
+    report["cases"] = [{"requests": 2, "prompt": 8192, "figures": figures}]
     console = Console(width=160)
     with console.capture() as captured:
         console.print(table_of(report))
@@ -49,8 +49,9 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
     assert "0.500" in captured.get()
 
 
-def test_the_model_has_the_layers_and_experts_that_are_asked_for() -> None:
-    config = json.loads(Path(model_folder(["swa", "c4a", "c128a"], 32), "config.json").read_text())
+def test_the_model_has_the_layers_and_experts_that_are_asked_for(tmp_path: Path) -> None:
+    write_model(tmp_path, ["swa", "c4a", "c128a"], 32)
+    config = json.loads((tmp_path / "config.json").read_text())
 
     assert (config["num_hidden_layers"], config["n_routed_experts"]) == (3, 32)
     assert config["topk_method"] == "noaux_tc"

@@ -1,8 +1,11 @@
 """Measure SGLang's engine with dsv4attn and with its own attention, by turns: `python measure_serving.py --help`.
 
-Both engines hold a model with the sizes of DeepSeek-V4-Flash and fewer layers and experts, in bf16, with random weights
-that are equal in both, and decode in captured graphs. They are two processes on the same GPUs, which serve the same
-requests one after the other. SGLang computes all prompts before it decodes.
+The engines hold a model with the sizes of DeepSeek-V4-Flash and fewer layers and experts, in bf16, with random weights
+that are equal in all, and decode in captured graphs. SGLang spreads tokens over experts evenly. Each engine is a
+process on the same GPUs, and they serve the same requests one after the other. Decodes begin after all prompts.
+
+`--engines dsv4attn,sglang` measures dsv4attn with the parts that it takes by default, beside SGLang with its own
+attention, to which all ratios are. `dsv4attn:all` is dsv4attn with the parts (DSV4ATTN_SGLANG_PARTS) after the colon.
 
     first token   seconds until each request has one token
     per token     milliseconds of a decode step: the time of the other tokens, divided by their number
@@ -32,7 +35,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[2] / "dsv4attn-vllm" / "tests")]
 
-ENGINES = OF_DSV4ATTN, OF_SGLANG = "dsv4attn", "sglang"
+OF_SGLANG = "sglang"
 LAYERS = "swa c4a c128a c4a c128a c4a c128a c4a c128a c4a"
 KINDS = {
     "swa": "sliding_attention",
@@ -47,8 +50,8 @@ FIGURES = {
 """Figures of a case: the head of the column, and how many decimals are shown."""
 
 
-def model_folder(kinds: list[str], experts: int) -> str:
-    """A folder with the configuration of a model of these layers."""
+def write_model(folder: Path, kinds: list[str], experts: int) -> None:
+    """Write the configuration of a model of these layers into a folder."""
     from released_sizes import MODELS, RELEASED
     from transformers import DeepseekV4Config
 
@@ -68,10 +71,8 @@ def model_folder(kinds: list[str], experts: int) -> str:
         architectures=["DeepseekV4ForCausalLM"],
         dtype="bfloat16",
     )
-    folder = tempfile.mkdtemp(prefix="dsv4attn-sglang-")
     config.save_pretrained(folder)
-    write_for_sglang(Path(folder))
-    return folder
+    write_for_sglang(folder)
 
 
 def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
@@ -102,11 +103,13 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
 
 
 def started(name: str, options: dict[str, Any], folder: Path) -> Connection:
-    """Start an engine's process: its link. It sends None when it is ready."""
+    """Start an engine's process: its link. It sends None when it is ready. name: see the module."""
     environment = {
-        "DSV4ATTN_SGLANG": str(int(name == OF_DSV4ATTN)),
+        "DSV4ATTN_SGLANG": str(int(name != OF_SGLANG)),
+        "DSV4ATTN_SGLANG_PARTS": name.partition(":")[2] or "auto",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "1",
     }
     link, theirs = multiprocessing.Pipe()
     arguments = theirs, str(folder / f"{name}.log"), environment, options
@@ -145,20 +148,22 @@ def measured(links: dict[str, Connection], count: int, length: int, tokens: int,
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    """The figures of both engines and their ratio."""
+    """The figures of each engine in each case, and their ratios to SGLang's own."""
     title = f"Flash's sizes, {len(report['layers'])} layers, {report['gpus']} x {report['device']}, {report['date']}"
-    table = Table(title=title, caption="ratio: dsv4attn / SGLang with its own attention")
-    table.add_column("requests x prompt")
+    table = Table(title=title, caption="sglang: with its own attention; ratio: to sglang")
+    for column in ("requests x prompt", "engine"):
+        table.add_column(column)
     for head, _ in FIGURES.values():
-        for column in (f"{head}: dsv4attn", "SGLang", "ratio"):
+        for column in (head, "ratio"):
             table.add_column(column, justify="right")
     for case in report["cases"]:
-        row = [f"{case['requests']} x {case['prompt']:,}"]
-        for name, (_, decimals) in FIGURES.items():
-            ours, theirs = (case.get(engine, {}).get(name) for engine in ENGINES)
-            row += [f"{value:,.{decimals}f}" if value else "" for value in (ours, theirs)]
-            row.append(f"{ours / theirs:.3f}" if ours and theirs else "")
-        table.add_row(*row)
+        of_sglang = case["figures"].get(OF_SGLANG, {})
+        for engine, figures in case["figures"].items():
+            row = [f"{case['requests']} x {case['prompt']:,}", engine]
+            for name, (_, decimals) in FIGURES.items():
+                is_ratio = engine != OF_SGLANG and bool(of_sglang)
+                row += [f"{figures[name]:,.{decimals}f}", f"{figures[name] / of_sglang[name]:.3f}" if is_ratio else ""]
+            table.add_row(*row)
     return table
 
 
@@ -169,9 +174,9 @@ def table_of(report: dict[str, Any]) -> Table:
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="that each request generates")
 @click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="counted turns of each engine")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
-@click.option("--only", type=click.Choice(ENGINES), help="one engine alone")
+@click.option("--engines", default="dsv4attn,sglang", show_default=True, help="see above")
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
-@click.option("--options", "more", default="{}", help="of SGLang's Engine, more for both engines, as JSON")
+@click.option("--options", "more", default="{}", help="of SGLang's Engine, more for all engines, as JSON")
 @click.option("--folder", type=Path, help="for logs")
 @click.option("--json", "out", type=Path, help="file for the results")
 def main(
@@ -182,7 +187,7 @@ def main(
     tokens: int,
     turns: int,
     gpus: int,
-    only: str | None,
+    engines: str,
     start_limit: float,
     more: str,
     folder: Path | None,
@@ -192,8 +197,12 @@ def main(
     import torch
 
     kinds, shapes = layers.split(), [tuple(map(int, case.split("x"))) for case in cases.split(",")]
+    folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-sglang-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"logs: {folder}", file=sys.stderr, flush=True)
+    write_model(folder / "model", kinds, experts)
     options = {
-        "model_path": model_folder(kinds, experts),
+        "model_path": str(folder / "model"),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "dtype": "bfloat16",
@@ -201,8 +210,8 @@ def main(
         "context_length": 16384,
         "max_running_requests": 256,
         "max_total_tokens": 2**19,
-        "swa_full_tokens_ratio": 0.25,
-        # both engines share the GPU: the number of tokens limits the caches
+        "swa_full_tokens_ratio": 0.6,
+        # the engines share the GPU: the number of tokens limits the caches
         "mem_fraction_static": 0.9,
         "chunked_prefill_size": 8192,
         "disable_radix_cache": True,
@@ -211,9 +220,6 @@ def main(
         "random_seed": 0,
         **json.loads(more),
     }
-    folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-sglang-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"logs: {folder}", file=sys.stderr, flush=True)
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
@@ -224,11 +230,13 @@ def main(
         "turns": turns,
         "gpus": gpus,
         "options": json.loads(more),
+        "ready_s": {},
         "cases": [],
     }
     links: dict[str, Connection] = {}
     # one after the other: an engine measures the memory that is free while it starts
-    for name in [only] if only else ENGINES:
+    for name in engines.split(","):
+        begin = time.perf_counter()
         link = click.get_current_context().with_resource(started(name, options, folder))
         try:
             if not link.poll(start_limit):
@@ -237,7 +245,7 @@ def main(
         except EOFError:
             print(f"{name}: did not start, see {folder / name}.log", file=sys.stderr, flush=True)
         else:
-            links[name] = link
+            links[name], report["ready_s"][name] = link, time.perf_counter() - begin
     if not links:
         raise click.ClickException("no engine started")
     for count, length in shapes:
@@ -245,7 +253,7 @@ def main(
             figures = measured(links, count, length, tokens, turns)
         except (EOFError, OSError) as error:
             raise click.ClickException(f"{count}x{length}: an engine ended, see {folder}") from error
-        report["cases"].append({"requests": count, "prompt": length, **figures})
+        report["cases"].append({"requests": count, "prompt": length, "figures": figures})
         print(json.dumps(report["cases"][-1]), file=sys.stderr, flush=True)
         if out:
             out.write_text(json.dumps(report, indent=1) + "\n")
