@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from on_gpu.measure_serving import measured, prompts_of, table_of, write_model
+from on_gpu.measure_serving import kernels_of, measured, prompts_of, table_of, write_model
 from rich.console import Console
 
 
@@ -14,9 +14,9 @@ class Link:
     """An engine that takes a second for prompts and so many for each further token of an answer."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.served = seconds, list[tuple[list[list[int]], int]]()
+        self.seconds, self.served = seconds, list[tuple[list[list[int]], int, str | None]]()
 
-    def send(self, work: tuple[list[list[int]], int]) -> None:
+    def send(self, work: tuple[list[list[int]], int, str | None]) -> None:
         """Serve prompts."""
         self.served.append(work)
 
@@ -32,10 +32,10 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
     served = links["dsv4attn"].served
     assert served == links["sglang"].served
     # each turn has other prompts, of which each engine answers one token and then all
-    assert [tokens for _, tokens in served] == [1, 11] * 4
-    assert served[::2] == [(prompts_of(2, 8, turn), 1) for turn in range(4)]
-    assert {tuple(map(len, prompts)) for prompts, _ in served} == {(8, 8)}
-    assert len({str(prompts) for prompts, _ in served}) == 4
+    assert [tokens for _, tokens, _ in served] == [1, 11] * 4
+    assert served[::2] == [(prompts_of(2, 8, turn), 1, None) for turn in range(4)]
+    assert {tuple(map(len, prompts)) for prompts, *_ in served} == {(8, 8)}
+    assert len({str(prompts) for prompts, *_ in served}) == 4
     assert [round(of["per_token_ms"]) for of in figures.values()] == [100, 200]
     assert figures["dsv4attn"]["first_token_s"] == 1
     assert round(figures["dsv4attn"]["tokens_per_s"], 3) == 11
@@ -47,6 +47,15 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
         console.print(table_of(report))
     assert "2 x 8,192" in captured.get()
     assert "0.500" in captured.get()
+
+
+def test_kernels_of_a_profile_are_summed_by_name() -> None:
+    times = [("a", 10, 5), ("b", 20, 1), ("a", 30, 5)]
+    events = [{"cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in times]
+    head, *lines = kernels_of([*events, {"cat": "cuda_runtime", "name": "c", "ts": 0, "dur": 99}]).splitlines()
+
+    assert head.startswith("25 us in up to 8 steps, of which kernels take 11")
+    assert [line.split() for line in lines] == [["10", "2", "a"], ["1", "1", "b"]]
 
 
 def test_the_model_has_the_layers_and_experts_that_are_asked_for(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import triton
 from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.compiling.aot import threads
-from dsv4attn.backends._triton.compiling.processes import compile_in_processes
+from dsv4attn.backends._triton.compiling.processes import FEWEST_FORMS, compile_in_processes
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching import runtime
@@ -51,15 +51,17 @@ def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a ba
             _load(kernel)
     # an engine's own kernels may be compiled in another thread meanwhile
     names = {variant.name for variant in distinct}
-    seconds, in_this_process = time.perf_counter() - begin, sum(name in names and not hit for name, hit in seen)
-    new, processes = in_workers + in_this_process, workers + bool(in_this_process)
+    here = [name for name, hit in seen if name in names and not hit]
+    seconds, new, processes = time.perf_counter() - begin, in_workers + len(here), workers + bool(here)
+    # few names tell what an image lacks
+    which = f" ({', '.join(sorted({*here}))})" if 0 < new == len(here) < FEWEST_FORMS else ""
     _log.info(
         "dsv4attn: %s is warm: %d kernels on %s, of which %d were compiled now%s, in %.1f s; Triton's cache is %s",
         name,
         len(forms),
         device,
         new,
-        f" in {processes} process{'es' if processes > 1 else ''}" if new else "",
+        f"{which} in {processes} process{'es' if processes > 1 else ''}" if new else "",
         seconds,
         triton.knobs.cache.dir,
     )

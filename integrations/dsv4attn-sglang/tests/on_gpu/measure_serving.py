@@ -7,15 +7,21 @@ process on the same GPUs, and they serve the same requests one after the other. 
 `--engines dsv4attn,sglang` measures dsv4attn with the parts that it takes by default, beside SGLang with its own
 attention, to which all ratios are. `dsv4attn:all` is dsv4attn with the parts (DSV4ATTN_SGLANG_PARTS) after the colon.
 
-    first token   seconds until each request has one token
-    per token     milliseconds of a decode step: the time of the other tokens, divided by their number
-    tokens/s      generated tokens of all requests in a second, prompts included in the time
+- first token: seconds until each request has one token.
+
+- per token: milliseconds of a decode step, the time of the other tokens divided by their number.
+
+- tokens/s: generated tokens of all requests in a second, prompts included in the time.
 
 Each is the median of the turns, after one that is not counted.
+
+With `--profile FOLDER` each engine then serves each case once more, under SGLang's profiler: FOLDER/CASE/ENGINE has its
+traces, and decode.txt and extend.txt with the time that each kernel took in steps of decode and of prompts.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -24,6 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,11 +55,14 @@ FIGURES = {
     "tokens_per_s": ("tokens/s", 0),
 }
 """Figures of a case: the head of the column, and how many decimals are shown."""
+PROFILED = 8
+"""Steps of a profile, at most."""
 
 
 def write_model(folder: Path, kinds: list[str], experts: int) -> None:
     """Write the configuration of a model of these layers into a folder."""
     from released_sizes import MODELS, RELEASED
+    from small_model import write_as_released
     from transformers import DeepseekV4Config
 
     from on_gpu.scenarios import write_for_sglang
@@ -72,13 +82,15 @@ def write_model(folder: Path, kinds: list[str], experts: int) -> None:
         dtype="bfloat16",
     )
     config.save_pretrained(folder)
+    write_as_released(folder)
     write_for_sglang(folder)
 
 
 def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
-    """What an engine's process does: serve each (prompts, tokens) that arrives, and send the seconds.
+    """What an engine's process does: serve each (prompts, tokens, profile) that arrives, and send the seconds.
 
-    It ends when the other end of the link is closed, also by an error of the measurement, which waits for it.
+    profile: a folder for traces, or None. The process ends when the other end of the link is closed, also by an error
+    of the measurement, which waits for it.
     """
     os.environ.update(environment)
     with open(log, "w") as file:  # noqa: PTH123 - a path that travels as text
@@ -90,9 +102,12 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
     link.send(None)
     while True:
         try:
-            prompts, tokens = link.recv()
+            prompts, tokens, profile = link.recv()
         except EOFError:
             break
+        if profile:
+            asked = {"num_steps": PROFILED, "activities": ["GPU"], "profile_by_stage": True, "with_stack": False}
+            engine.start_profile(output_dir=profile, **asked)
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         begin = time.perf_counter()
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
@@ -118,9 +133,9 @@ def started(name: str, options: dict[str, Any], folder: Path) -> Connection:
     return link
 
 
-def seconds_of(link: Connection, prompts: list[list[int]], tokens: int) -> float:
+def seconds_of(link: Connection, prompts: list[list[int]], tokens: int, profile: str | None = None) -> float:
     """How long an engine takes for these prompts at once, and so many tokens of each answer."""
-    link.send((prompts, tokens))
+    link.send((prompts, tokens, profile))
     seconds: float = link.recv()
     return seconds
 
@@ -145,6 +160,30 @@ def measured(links: dict[str, Connection], count: int, length: int, tokens: int,
         name: {figure: statistics.median(turn[figure] for turn in several) for figure in FIGURES}
         for name, several in found.items()
     }
+
+
+def profiled(links: dict[str, Connection], count: int, length: int, folder: Path) -> None:
+    """Let each engine serve a case once more with a profile, and leave what `kernels_of` says beside the traces."""
+    for name, link in links.items():
+        of_engine = folder / f"{count}x{length}" / name
+        of_engine.mkdir(parents=True)
+        seconds_of(link, prompts_of(count, length, 0), 2 * PROFILED, str(of_engine))
+        for trace in of_engine.glob("*.trace.json.gz"):
+            stage = trace.name.removesuffix(".trace.json.gz").rpartition("-")[2].lower()
+            with gzip.open(trace) as file:
+                (of_engine / f"{stage}.txt").write_text(kernels_of(json.load(file)["traceEvents"]))
+
+
+def kernels_of(events: list[dict[str, Any]]) -> str:
+    """How long the device worked, and on which kernels: a line each of microseconds, launches and the name, in all."""
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    span = max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)
+    times, launches = Counter[str](), Counter[str]()
+    for kernel in kernels:
+        times[kernel["name"]] += kernel["dur"]
+        launches[kernel["name"]] += 1
+    head = f"{span:.0f} us in up to {PROFILED} steps, of which kernels take {times.total():.0f}\n"
+    return head + "".join(f"{time:12.0f} {launches[name]:8}  {name}\n" for name, time in times.most_common())
 
 
 def table_of(report: dict[str, Any]) -> Table:
@@ -178,6 +217,7 @@ def table_of(report: dict[str, Any]) -> Table:
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
 @click.option("--options", "more", default="{}", help="of SGLang's Engine, more for all engines, as JSON")
 @click.option("--folder", type=Path, help="for logs")
+@click.option("--profile", type=Path, help="folder for profiles of each engine in each case")
 @click.option("--json", "out", type=Path, help="file for the results")
 def main(
     *,
@@ -191,6 +231,7 @@ def main(
     start_limit: float,
     more: str,
     folder: Path | None,
+    profile: Path | None,
     out: Path | None,
 ) -> None:
     """See the module."""
@@ -230,22 +271,18 @@ def main(
         "turns": turns,
         "gpus": gpus,
         "options": json.loads(more),
-        "ready_s": {},
         "cases": [],
     }
-    links: dict[str, Connection] = {}
-    # one after the other: an engine measures the memory that is free while it starts
-    for name in engines.split(","):
-        begin = time.perf_counter()
-        link = click.get_current_context().with_resource(started(name, options, folder))
+    hold = click.get_current_context().with_resource
+    links = {name: hold(started(name, options, folder)) for name in engines.split(",")}
+    for name, link in [*links.items()]:
         try:
             if not link.poll(start_limit):
                 raise click.ClickException(f"{name}: not ready after {start_limit:.0f} s, see {folder / name}.log")
             link.recv()
         except EOFError:
             print(f"{name}: did not start, see {folder / name}.log", file=sys.stderr, flush=True)
-        else:
-            links[name], report["ready_s"][name] = link, time.perf_counter() - begin
+            del links[name]
     if not links:
         raise click.ClickException("no engine started")
     for count, length in shapes:
@@ -257,6 +294,8 @@ def main(
         print(json.dumps(report["cases"][-1]), file=sys.stderr, flush=True)
         if out:
             out.write_text(json.dumps(report, indent=1) + "\n")
+    for count, length in shapes if profile else ():
+        profiled(links, count, length, profile)
     Console(width=160).print(table_of(report))
 
 

@@ -125,6 +125,14 @@ def test_v41_is_answered_as_by_the_reference(
     assert served["backend"] == ["sm90"]
 
 
+def test_sglangs_own_attention_is_as_far_from_the_reference_of_v41(
+    v41_checkpoint: Path, v41_model: Any, results: Path
+) -> None:
+    served = check_scenario(V41_SCENARIOS[0], v41_checkpoint, v41_model, results, by_sglang=True)
+
+    assert not served["lines"]
+
+
 @pytest.mark.parametrize("scenario", BY_SGLANG_TOO, ids=str)
 def test_sglangs_own_attention_is_as_far_from_transformers(
     scenario: Scenario, checkpoints: dict[str, Path], transformers_model: Any, results: Path
