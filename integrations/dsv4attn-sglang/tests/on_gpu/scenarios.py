@@ -163,7 +163,7 @@ V41_SCENARIOS = [
     Scenario("v41-graphs", options=V41, graphs=GRAPHS, checkpoint="v41", parts="auto"),
     Scenario("v41-own-records", (FIRST,), V41, GRAPHS, {"SGLANG_DSV4_KV_LAYOUT": "v41_new"}, "v41", parts="auto"),
 ]
-"""DeepSeek-V4.1 on one GPU of sm_90, with SGLang's compressor and indexer, which is in torch there. Never run."""
+"""DeepSeek-V4.1 on one GPU of sm_90, with SGLang's compressor and indexer, which is in torch there."""
 
 
 def write_for_sglang(folder: Path) -> None:
