@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FEW = tl.constexpr(16)
+FEW_ROWS = tl.constexpr(16)
 """Most rows of a launch whose next kernel may begin at once, see `launch_dependents_of_few`."""
 FEW_ENTRIES, IN_ALL = tl.constexpr(16384), tl.constexpr(131072)
 """Most entries of such a row, and of all these rows together.
@@ -52,7 +52,7 @@ def launch_dependents_of_few(rows, entries, PDL: tl.constexpr):
     The kernel calls `launch_dependents` later in any case; of a program, the first call counts.
     """
     if PDL:  # noqa: SIM102 - one is a constant
-        if (rows <= FEW) & (entries <= FEW_ENTRIES) & (rows * entries <= IN_ALL):
+        if (rows <= FEW_ROWS) & (entries <= FEW_ENTRIES) & (rows * entries <= IN_ALL):
             launch_dependents(PDL)
 
 

@@ -1,7 +1,8 @@
 """Kernels in a process where functions of `triton` are plain ones, as engines leave them. Prints JSON.
 
 With the paths of files: which names of other packages the functions read that the compiler reads, in the package and in
-these files, and which of them get no key from Triton. With "compile": what the compiler says about each kernel.
+these files, which of them get no key from Triton, and which get one that is not the same in every process. With
+"compile": what the compiler says about each kernel.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import triton
+import triton.language as tl
 from attrs import evolve
 from triton.runtime.jit import JITCallable
 
@@ -111,14 +113,25 @@ def read(paths: Iterable[str]) -> dict[str, Any]:
     from tests.programs import import_text
 
     planted = [import_text(Path(path), Path(path).read_text(encoding="utf-8")) for path in paths]
-    functions, errors = functions_of([*package(), *planted]), {}
+    functions, errors, unstable = functions_of([*package(), *planted]), {}, {}
     for name, function in functions.items():
         try:
             settle_key(function)
         except Exception as error:  # noqa: BLE001 - whatever Triton raises
             errors[name] = str(error)
+        if names := constants_in_order_of_addresses(function):
+            unstable[name] = names
     outside = {name: names for name, function in functions.items() if (names := outside_names(function))}
-    return {"functions": len(functions), "outside": outside, "errors": errors}
+    return {"functions": len(functions), "outside": outside, "errors": errors, "unstable": unstable}
+
+
+def constants_in_order_of_addresses(function: Any) -> list[str]:
+    """Constants that two modules have with other values. In Triton 3.6 their order in a key is that of the modules."""
+    seen, found = dict[str, Any](), list[str]()
+    for (name, _), (value, _) in function.used_global_vals.items():
+        if isinstance(value, tl.constexpr) and seen.setdefault(name, value.value) != value.value:
+            found.append(name)
+    return found
 
 
 def compiled() -> dict[str, Any]:

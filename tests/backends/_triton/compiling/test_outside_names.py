@@ -15,17 +15,36 @@ from dsv4attn.backends._triton.layer.projections import kernels_norms
 from tests.programs import ROOT, told_by
 
 PROGRAM = "tests.backends._triton.compiling.replaced_helpers"
+TWICE = """
+import triton
+import triton.language as tl
+from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents_of_few
+
+FEW_ROWS = tl.constexpr(17)
+
+
+@triton.jit
+def kernel(rows, entries):
+    if rows <= FEW_ROWS:
+        launch_dependents_of_few(rows, entries, True)
+"""
 
 
 @pytest.mark.matrix
 def test_kernels_read_no_name_that_others_can_replace(tmp_path: Path) -> None:
-    """Two planted files show that it is found: a name of `triton`, and one that was imported from there."""
+    """Planted files show that it is found: a name of `triton`, and one that was imported from there.
+
+    Nor do they and their helpers have constants of the same name and different values.
+    """
     text = Path(kernels_norms.__file__).read_text(encoding="utf-8")
     attribute, imported = tmp_path / "planted_attribute.py", tmp_path / "planted_import.py"
     attribute.write_text(text.replace("next_power_of_2(Q_DIM)", "triton.next_power_of_2(Q_DIM)"), encoding="utf-8")
     imported.write_text(text.replace("dsv4attn.backends._triton.sizes", "triton"), encoding="utf-8")
 
-    told = told_by("-m", PROGRAM, str(attribute), str(imported))
+    twice = tmp_path / "planted_twice.py"
+    twice.write_text(TWICE, encoding="utf-8")
+
+    told = told_by("-m", PROGRAM, str(attribute), str(imported), str(twice))
 
     assert {*told["replaced"]} >= {"cdiv", "next_power_of_2"}
     assert told["functions"] > 400
@@ -33,6 +52,7 @@ def test_kernels_read_no_name_that_others_can_replace(tmp_path: Path) -> None:
         "planted_attribute.norm_kernel": ["triton.next_power_of_2"],
         "planted_import.norm_kernel": ["next_power_of_2"],
     }
+    assert told["unstable"] == {"planted_twice.kernel": ["FEW_ROWS"]}
     # Triton says so, too
     assert told["errors"].keys() == told["outside"].keys()
     assert all(re.search("Unsupported function referenced.*next_power_of_2", e) for e in told["errors"].values())
