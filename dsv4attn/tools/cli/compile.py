@@ -201,7 +201,7 @@ def compile_(
     geometry = rank_of(geometry_of(model), tensor_parallel, served)
     longest = longest_context(geometry, max_model_len, geometry.max_position)
     check_request(backend)
-    archs = [_arch(name) for name in targets]
+    archs = [_arch(name, served) for name in targets]
     workers = None if jobs is None else check_number("--jobs", jobs)
     if served is not None and folder is None:
         folder = served.kernel_folder()
@@ -354,8 +354,8 @@ def _asked(loaded: Collection[str]) -> set[str]:
     return asked
 
 
-def _arch(name: str) -> str:
-    """The architecture of a device's name. Raises unless kernels can be compiled for it."""
+def _arch(name: str, engine: Engine | None) -> str:
+    """The architecture of a device's name. Raises unless kernels can be compiled for it, and the engine calls them."""
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
     try:
@@ -364,11 +364,14 @@ def _arch(name: str) -> str:
         known = [spelling for device in COMPILED_FOR for spelling in device.spellings]
         meant = [near for near in known if f"{near!r}" in str(error).partition(" (known: ")[0]]
         raise UnknownNameError("target", name, known, str(error).split("\n  ")[1:], near=meant) from None
-    if facts.kind not in {device.kind for device in COMPILED_FOR}:
+    makers = {d.kind: d.text.split()[0] for d in COMPILED_FOR if engine is None or d.kind in engine.kinds}
+    if facts.kind not in makers:
         hint = "its kernels are compiled on the device, at their first launch: `dsv4attn conform` runs all of them"
-        actual = f"{name!r} ({facts.name})" if facts.kind != "cpu" else repr(name)
-        hint = "" if facts.kind == "cpu" else hint
-        raise ArgumentError("--target", expected="a GPU of NVIDIA or AMD", actual=actual, hint=hint)
+        if engine is not None and facts.kind == "hip":
+            hint = f"leave --engine out, or compile for another engine: {engine.name} does not call dsv4attn there"
+        expected = f"a GPU of {' or '.join(makers.values())}"
+        actual, hint = (repr(name), "") if facts.kind == "cpu" else (f"{name!r} ({facts.name})", hint)
+        raise ArgumentError("--target", expected=expected, actual=actual, hint=hint)
     return facts.arch
 
 

@@ -233,9 +233,10 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
     [
         (["--target", "gfx90"], "unknown target 'gfx90'; did you mean 'gfx90a'?"),
         (["--target", "h2O0"], "unknown target 'h2O0'; did you mean 'h200'? (known: a10, a100, "),
-        (["--target", "b580"], "--target: expected a GPU of NVIDIA or AMD, got 'b580' (Intel GPU) -> its kernels are"),
+        (["--target", "b580", "--engine", "vllm"], "--target: expected a GPU of NVIDIA or AMD, got 'b580' (Intel GPU)"),
         (["--target", "ascend"], "expected a GPU of NVIDIA or AMD, got 'ascend' (Ascend NPU) -> its kernels are"),
         (["--target", "cpu"], "--target: expected a GPU of NVIDIA or AMD, got 'cpu'"),
+        (["--target", "mi300x", "--engine", "sglang"], "a GPU of NVIDIA, got 'mi300x' (AMD MI300) -> leave --engine"),
         ([], "Missing option '--target'"),
         (["--target", "sm_90", "--backend", "reference"], "expected one with kernels to compile, got 'reference'"),
         (["--target", "sm_90", "--backend", "acmee"], "did you mean 'acme'?"),
