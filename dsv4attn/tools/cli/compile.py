@@ -383,7 +383,7 @@ def _loaded(
     options: of the backends. of_engine: those that an engine sets for backends that have them, unless the settings do.
     """
     from dsv4attn.core.contract.backend import Backend
-    from dsv4attn.errors import ArgumentError, Dsv4AttnError
+    from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
     from dsv4attn.selection import load_backend, registered, registry_for
 
     settings = load_settings()
@@ -403,7 +403,12 @@ def _loaded(
         elif backend is not None:
             raise ArgumentError("--backend", expected="one with kernels to compile", actual=repr(backend))
     if not loaded:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
+        known = {name: {*registration.info.options} for name, registration in candidates.items()}
+        every = set[str]().union(*known.values())
+        for option in sorted(options.keys() - every):
+            raise UnknownNameError("option", option, every)
+        having = [reason for name, reason in failed.items() if options.keys() <= known[name]]
+        reasons = "".join(f"\n  {reason}" for reason in dict.fromkeys(having or failed.values()))
         raise click.UsageError(f"no backend has kernels to compile; `dsv4attn backends` lists them{reasons}")
     return loaded, failed
 

@@ -244,7 +244,9 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
         (["--target", "sm_90", "--backend", "odd"], "kernel_variants of odd: expected Variants, got str"),
         (["--target", "sm_90", "--backend", "bad"], "no libacme.so"),
         (["--target", "sm_90", "--model", "flas"], "did you mean 'flash'?"),
-        (["--target", "sm_90", "--option", "nope=1"], "them\n  acme: option 'nope' of backend acme: expected"),
+        (["--target", "sm_90", "--option", "projektion=fp8"], "unknown option 'projektion'; did you mean 'projection'"),
+        (["--target", "sm_90", "--option", "index_sums=x"], "lists them\n  index_sums: expected "),
+        (["--target", "sm_90", "--backend", "acme", "--option", "nope=1"], "option 'nope' of backend acme: expected"),
         (["--target", "sm_90", "--max-model-len", "2000000"], "expected at most 1048576, the longest context of"),
     ],
 )
