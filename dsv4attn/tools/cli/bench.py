@@ -16,16 +16,7 @@ from dsv4attn.errors import NoBackendError, UnknownNameError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
 from dsv4attn.tools.cli.common import check_request, console, require_torch, write_file
-from dsv4attn.tools.cli.options import (
-    JSON,
-    SAVE,
-    command_line,
-    integer,
-    named_words,
-    number_list,
-    options,
-    text,
-)
+from dsv4attn.tools.cli.options import JSON, PATH, SAVE, command_line, integer, named_words, number_list, options, text
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -41,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 ALL = "all"
-_PATH = click.Path(path_type=Path)
 
 
 @click.command(short_help="Time kernels, and compare them with the roofline and other libraries.")
@@ -90,15 +80,15 @@ _PATH = click.Path(path_type=Path)
     text(
         "--compare",
         metavar="OLD",
-        type=_PATH,
+        type=PATH,
         help="List what is slower than in the file OLD, which --save has written.",
     ),
-    text("--plot", metavar="DIR", type=_PATH, help="Draw pictures into the folder DIR."),
+    text("--plot", metavar="DIR", type=PATH, help="Draw pictures into the folder DIR."),
     text(
         "--from",
         "sources",
         metavar="FILE",
-        type=_PATH,
+        type=PATH,
         multiple=True,
         help="Measure nothing, and show FILE, which --save has written. Given several times: show all of them, and "
         "--plot draws them together.",

@@ -32,7 +32,17 @@ from dsv4attn.tools.cli.common import (
     require_torch,
     simple_table,
 )
-from dsv4attn.tools.cli.options import JSON, backend_option, choice, command_line, integer, options, text, token_count
+from dsv4attn.tools.cli.options import (
+    JSON,
+    PATH,
+    backend_option,
+    choice,
+    command_line,
+    integer,
+    options,
+    text,
+    token_count,
+)
 from dsv4attn.tools.cli.progress import progress_bar
 from dsv4attn.tools.cli.threads import check_number
 
@@ -150,7 +160,7 @@ class _Job:
         "--cache",
         "folder",
         metavar="FOLDER",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="Folder of Triton's cache that gets the kernels.  [default: TRITON_CACHE_DIR, or Triton's own]",
     ),
     choice(

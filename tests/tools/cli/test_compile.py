@@ -241,6 +241,7 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
         (["--target", "sm_90", "--backend", "reference"], "expected one with kernels to compile, got 'reference'"),
         (["--target", "sm_90", "--backend", "acmee"], "did you mean 'acme'?"),
         (["--target", "gfx942", "--backend", "far"], "expected a device of far: sm_9*, got gfx942"),
+        (["--target", "sm_90", "--cache", ""], "for '--cache': '': expected a path; leave the option out"),
         (["--target", "sm_90", "--backend", "odd"], "kernel_variants of odd: expected Variants, got str"),
         (["--target", "sm_90", "--backend", "bad"], "no libacme.so"),
         (["--target", "sm_90", "--model", "flas"], "did you mean 'flash'?"),
