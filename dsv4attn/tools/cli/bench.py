@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from dsv4attn.errors import NoBackendError, UnknownNameError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import check_request, console, require_torch, write_file
+from dsv4attn.tools.cli.common import check_matplotlib, check_request, console, require_torch, write_file
 from dsv4attn.tools.cli.options import JSON, PATH, SAVE, command_line, integer, named_words, number_list, options, text
 from dsv4attn.tools.cli.progress import progress_bar
 
@@ -127,7 +127,8 @@ def bench(
     Every result is compared with that of the reference backend, before and after it is timed. The reference computes in
     fp32, and `dsv4attn conform reference` proves it. A wrong result gets no time. Times are medians of rounds in which
     all calls run in turn. The roofline is measured in the same run. --cases, --batches, --heads, --drafts and --tokens
-    do not change scaling, host, index, compress, mhc and products. Of these options layer takes --heads alone.
+    do not change scaling, host, index, compress, mhc and products. Of these options layer takes --heads, and
+    --cases of Flash.
 
     select has a short list of cases. `--cases flash_c4,pro_c4` asks for selections of 512 or 1,024 entries from 8,192
     to 262,144 index keys: prompts of --tokens, 2,048 by default, and decodes of --batches, 1, 8 and 64 by default.
@@ -159,13 +160,12 @@ def bench(
     _check_sources(sources, measures=bool(what or any(sizes.values())), one_run=bool(save or as_json or compare))
     old = load(compare, "--compare") if compare else None
     if plot:
-        from dsv4attn.tools.bench.plots import check_folder
+        from dsv4attn.tools.bench.plots import check_folder, check_together
 
+        check_matplotlib(", or save with --save FILE and draw it elsewhere with --from FILE")
         check_folder(plot)
     runs = [load(source, "--from") for source in sources]
     if plot:
-        from dsv4attn.tools.bench.plots import check_together
-
         check_together(runs)
     if not runs:
         run = _measured(_Asked(what, **sizes), shown=not as_json)
@@ -260,7 +260,7 @@ def _measured(options: _Asked, *, shown: bool) -> Run:
     cases = _cases(options, what, presets, size, small=small)
     peers = _peers(options, {case.kernel for case in cases})
     hosts = host_cases() if "host" in what else []
-    layers = layer_cases(size.heads, small=small) if "layer" in what else []
+    layers = layer_cases(size.heads, presets, small=small) if "layer" in what else []
     total = len(cases) + len(hosts) + len(layers)
     rows, host, times, ran, stopped = [], [], [], 0, False
     # the CPU's threads do not matter for times on an accelerator

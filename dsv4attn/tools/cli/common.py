@@ -144,12 +144,12 @@ def require_torch(ctx: click.Context) -> None:
         raise problem from None
 
 
-def check_matplotlib() -> None:
-    """Raise ArgumentError unless matplotlib can be imported."""
+def check_matplotlib(otherwise: str = "") -> None:
+    """Raise ArgumentError unless matplotlib can be imported. otherwise: what to do without it, for the hint."""
     try:
         import matplotlib as mpl  # noqa: F401
     except ImportError as error:
-        hint = 'pip install "dsv4attn[plot]"'
+        hint = f'pip install "dsv4attn[plot]"{otherwise}'
         raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
 
 

@@ -158,6 +158,7 @@ def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: L
 
 
 def test_a_layer_of_a_rank_has_the_heads_and_output_groups_of_the_rank() -> None:
+    assert {case.kind for case in layer_cases(presets=["pro_c128", "flash_c4"], small=True)} == {LayerKind.CSA}
     cases = layer_cases([8, 64], small=True)
     whole = layer_cases(small=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -165,21 +164,17 @@ def test_cliffs_have_rings(tmp_path: Path, figures: list[Any]) -> None:
     assert [list(line.get_xdata()) for line in rings] == [[4]]
 
 
-def test_a_folder_is_made(tmp_path: Path) -> None:
+def test_a_folder_is_made_for_the_first_picture(tmp_path: Path) -> None:
     check_folder(tmp_path / "a" / "b")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+    draw([run([row()])], tmp_path / "a" / "b")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["decode.png"]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ArgumentError, match="a folder that can be written"):
         check_folder(tmp_path / "file" / "below")
-
-
-def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ArgumentError, match=r'pip install "dsv4attn\[plot\]"'):
-        check_folder(tmp_path)
 
 
 @pytest.mark.matrix

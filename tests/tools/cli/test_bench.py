@@ -131,7 +131,7 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = LayerCase(LayerKind.HCA, 1, 2, 256)
-    monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda _, *, small: [one] if small else [])
+    monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda *_, small: [one] if small else [])
     # to draw them takes longer than all runs
     monkeypatch.setattr("dsv4attn.tools.bench.whole_layer._weights", cache(whole_layer._weights))
 
@@ -317,6 +317,7 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
         (["--batches", "9" * 5000], "expected numbers from 1 to 2147483647 with commas"),
         (["--rounds", "0"], "0 is not in the range"),
         (["layer", "--heads", "8,12"], "--heads: expected heads of a rank's layer, [8, 16, 32, 64], got 12"),
+        (["layer", "--cases", "pro_c4"], "for whole layers one of Flash, such as flash_c4, got pro_c4"),
         (["--device", "tpu:0"], "device: expected a device of this machine"),
         (["--compare", "none.json"], "--compare: expected a file that `dsv4attn bench --save FILE` wrote"),
         (["--from", "none.json"], "--from: expected a file"),
@@ -348,7 +349,7 @@ def test_without_matplotlib_pictures_are_refused_before_anything_runs(
     code, values = machine.json("bench", *QUICK, "--plot", "pictures")
 
     assert code == 2
-    assert 'pip install "dsv4attn[plot]"' in values["error"]["message"]
+    assert 'pip install "dsv4attn[plot]", or save with --save FILE' in values["error"]["message"]
 
 
 def test_what_is_saved_is_what_json_prints(machine: Machine, tmp_path: Path) -> None:

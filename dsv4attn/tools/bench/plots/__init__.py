@@ -37,19 +37,15 @@ _MEMORY = ("insert", "quantize", "gather")
 
 
 def check_folder(folder: Path) -> None:
-    """Check before measuring that matplotlib is installed and that the folder can be written."""
+    """Check before measuring that the folder can be written. It is made when something is drawn."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import matplotlib as mpl  # noqa: F401
-    except ImportError as error:
-        hint = 'pip install "dsv4attn[plot]", or save with --save FILE and draw it elsewhere with --from FILE'
-        raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
-    try:
+        made = [part for part in (folder, *folder.parents) if not part.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".dsv4attn-bench"
         probe.touch()
         probe.unlink()
+        for part in made:
+            part.rmdir()
     except OSError as error:
         actual = f"{folder}: {error.strerror}"
         raise ArgumentError("--plot", expected="a folder that can be written", actual=actual) from error
@@ -98,6 +94,7 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
         with rc_context(settings):
             paths = []
             for name, figure in _figures(runs):
+                folder.mkdir(parents=True, exist_ok=True)
                 path = folder / f"{name}.png"
                 figure.savefig(path, dpi=DPI, facecolor="white")
                 paths.append(path)
