@@ -514,12 +514,12 @@ def _show(job: _Job) -> None:
 
 
 def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
+    from rich.padding import Padding
     from rich.text import Text
 
     caption = "warps: of a block, times their threads. mma: matrix instructions. fit: blocks that an SM or CU holds."
     table = simple_table(caption)
-    table.add_column("kernel", overflow="fold", max_width=24)
-    table.add_column("variant", overflow="fold")
+    table.add_column("kernel, variant", overflow="fold")
     for column in ("regs", "spill", "shared", "warps", "mma", "fit"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -532,8 +532,11 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
             counts = need.registers, spilled, need.shared, need.matrix, need.occupancy
             numbers = [f"{count:,}" for count in counts]
             numbers.insert(3, f"{need.threads // need.wave}x{need.wave}")
-        verdict = Text(outcome.verdict, style=_STYLES[outcome.verdict])
-        table.add_row(Text("" if name == name_above else name, style="bold"), Text(difference), *numbers, verdict)
+        if difference and name != name_above:
+            # in a line of its own: beside the variants a narrow terminal has no room
+            table.add_row(Text(name, style="bold"))
+        first = Padding(Text(difference), (0, 0, 0, 2)) if difference else Text(name, style="bold")
+        table.add_row(first, *numbers, Text(outcome.verdict, style=_STYLES[outcome.verdict]))
         name_above = name
     return table
 

@@ -112,12 +112,14 @@ def test_the_table_on_80_columns(machine: Machine) -> None:
     assert max(map(len, lines)) <= 80
     text = [" ".join(line.split()) for line in lines]
     assert text[:2] == ["target sm_90", "backend acme"]
-    assert "kernel variant regs spill shared warps mma fit" in text
-    assert "rows x:*bf16 96 0 73,728 4x32 0 2 ok" in text
+    assert "kernel, variant regs spill shared warps mma fit" in text
+    assert text[text.index("rows") + 1] == "x:*bf16 96 0 73,728 4x32 0 2 ok"
     assert "x:*fp32 96 0 73,728 4x32 0 2 ok" in text
     assert "attend 255 2,944 131,072 4x32 1,024 1 spills" in text
     assert "SPILLS 2000 bytes stored and 944 loaded per thread, needs none ->" in text
     assert text[-1] == "3 kernels of acme for sm_90: 1 spill"
+    _, lines = machine.run("compile", "--target", "sm_90", "--backend", "sm90", "--kernel", "combine")
+    assert "topk:none entry_table:none 96 0" in " ".join(" ".join(lines).split()), "words stay whole"
 
 
 @pytest.mark.usefixtures("compiler")
