@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.marks import pytest_collection_modifyitems
+from tests.temporary import own_temporary_folder
 
 __all__ = [
-    "few_objects", "pytest_collection_finish", "pytest_collection_modifyitems", "pytest_configure",
-    "pytest_unconfigure",
+    "few_objects", "own_temporary_folder", "pytest_collection_finish", "pytest_collection_modifyitems",
+    "pytest_configure", "pytest_unconfigure",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[3]))
 from integrations.interpreter import round_as_torch
 from tests.fast_interpreter.patches import patch_interpreter
+from tests.temporary import own_temporary_folder  # noqa: F401 - a fixture
 
 round_as_torch("fp8e4nv")
 patch_interpreter()

@@ -45,6 +45,7 @@ from vllm.model_executor.models import registry
 
 from integrations.interpreter import round_as_torch
 from tests.fast_interpreter.patches import patch_interpreter
+from tests.temporary import own_temporary_folder  # noqa: F401 - a fixture
 
 patch_interpreter()
 
