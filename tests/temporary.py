@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Put what tests, engines and their processes leave in the temporary folder below that of pytest, which keeps three runs.
+    """Put what tests and engines leave in the temporary folder below that of pytest, which keeps three runs.
 
     Names are short, since vLLM's sockets are there: a path of a socket has 107 characters at most.
     """

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve, frozen
 
-from dsv4attn.errors import NoBackendError, UnknownNameError
+from dsv4attn.errors import NoBackendError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import check_matplotlib, check_request, console, require_torch, write_file
+from dsv4attn.tools.cli.common import check_folder, check_matplotlib, check_request, console, require_torch, write_file
 from dsv4attn.tools.cli.options import JSON, PATH, SAVE, command_line, integer, named_words, number_list, options, text
 from dsv4attn.tools.cli.progress import progress_bar
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.tools.bench.cases import CaseSizes, KernelCase
-    from dsv4attn.tools.bench.compare import Comparison
     from dsv4attn.tools.bench.layer_ops import LayerOpCase
     from dsv4attn.tools.bench.peers import Peer
     from dsv4attn.tools.bench.result import Run
@@ -150,7 +149,9 @@ def bench(
       2    bad input
       130  interrupted; what was measured is shown, marked incomplete
     """  # noqa: D301 - click wants the character
-    _check_what(what)
+    from dsv4attn.tools.bench.cases import KERNELS, MEASUREMENTS, named
+
+    named("measurement", ",".join(what), MEASUREMENTS, KERNELS)
     _names_of(sizes["backends"])
     require_torch(ctx)
     from dsv4attn.tools.bench import compare as comparing
@@ -160,10 +161,10 @@ def bench(
     _check_sources(sources, measures=bool(what or any(sizes.values())), one_run=bool(save or as_json or compare))
     old = load(compare, "--compare") if compare else None
     if plot:
-        from dsv4attn.tools.bench.plots import check_folder, check_together
+        from dsv4attn.tools.bench.plots import check_together
 
         check_matplotlib(", or save with --save FILE and draw it elsewhere with --from FILE")
-        check_folder(plot)
+        check_folder(plot, "folder of --plot")
     runs = [load(source, "--from") for source in sources]
     if plot:
         check_together(runs)
@@ -176,7 +177,8 @@ def bench(
     if save:
         write_file(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
     if as_json:
-        print_json(_json_of(run, compared))
+        both = {"ok": run.ok and compared.ok, "compared": compared.as_json()} if compared else {}
+        print_json({**run.as_json(), **both})
     else:
         out = console()
         for shown in runs:
@@ -196,22 +198,6 @@ def _check_sources(sources: Sequence[Path], *, measures: bool, one_run: bool) ->
         raise click.UsageError("--from shows a saved run: it goes with --json, --save, --compare and --plot only")
     if len(sources) > 1 and one_run:
         raise click.UsageError("--json, --save and --compare go with one --from")
-
-
-def _check_what(what: Sequence[str]) -> None:
-    """Raise for a word that is no measurement."""
-    from dsv4attn.tools.bench.cases import MEASUREMENTS
-
-    for name in (part.strip() for word in what for part in word.split(",")):
-        if name and name not in MEASUREMENTS:
-            raise UnknownNameError("measurement", name, MEASUREMENTS)
-
-
-def _json_of(run: Run, compared: Comparison | None) -> dict[str, Any]:
-    values = run.as_json()
-    if compared:
-        values |= {"ok": run.ok and compared.ok, "compared": compared.as_json()}
-    return values
 
 
 def _draw(runs: Sequence[Run], folder: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from attrs import asdict
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.core.contract.problem import Reason
-    from dsv4attn.plugins import PluginFailure
 
 _ANY = "any sm_* and gfx* is taken too; `nvidia-smi --query-gpu=compute_cap --format=csv` and `rocminfo` say which"
 _MAKERS = {
@@ -151,6 +151,20 @@ def check_matplotlib(otherwise: str = "") -> None:
     except ImportError as error:
         hint = f'pip install "dsv4attn[plot]"{otherwise}'
         raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
+
+
+def check_folder(folder: Path, what: str, hint: str = "") -> None:
+    """Raise ArgumentError unless files can be written into a folder. One that is missing is made, and deleted again."""
+    try:
+        made = [part for part in (folder, *folder.parents) if not part.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+        for part in made:
+            part.rmdir()
+    except OSError as error:
+        actual = f"{folder}: {error.strerror}"
+        raise ArgumentError(what, expected="one that can be written", actual=actual, hint=hint) from error
 
 
 def check_request(backend: str | None) -> None:
@@ -356,16 +370,6 @@ def write_file(path: Path, content: str) -> None:
         raise click.UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def device_json(device: DeviceFacts) -> dict[str, Any]:
-    """Facts of a device."""
-    return asdict(device)
-
-
 def reason_json(reason: Reason) -> dict[str, str]:
     """A reason, in parts and as one line."""
     return {**asdict(reason), "text": reason.text}
-
-
-def failure_json(failure: PluginFailure) -> dict[str, str]:
-    """A plugin that cannot be used."""
-    return asdict(failure)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +20,7 @@ from dsv4attn.integrations.engines import ENGINES, VLLM, Engine
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     COMPILED_FOR,
+    check_folder,
     check_request,
     console,
     device_facts,
@@ -216,7 +216,7 @@ def compile_(
     if served is not None and folder is None:
         folder = served.kernel_folder()
     # without an engine, Triton's own folder, which is vLLM's
-    _check_writable(folder or VLLM.kernel_folder())
+    check_folder(folder or VLLM.kernel_folder(), "folder of kernels", "name another one with --cache")
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
@@ -255,20 +255,6 @@ def compile_(
         if folder is not None and all(outcome.resources for task in tasks for outcome in task.outcomes):
             _show_for_image(ctx, folder.resolve(), geometry.num_heads)
     ctx.exit(OK if ok else FAILED)
-
-
-def _check_writable(folder: Path) -> None:
-    """Make the folder of the kernels. Raises ArgumentError if it cannot be written, which would fail each kernel."""
-    from dsv4attn.errors import ArgumentError
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        actual, hint = f"{folder}: {error.strerror}", "name another one with --cache"
-        expected = "one that can be written"
-        raise ArgumentError("folder of kernels", expected=expected, actual=actual, hint=hint) from error
 
 
 def _show_for_image(ctx: click.Context, folder: Path, heads: int) -> None:

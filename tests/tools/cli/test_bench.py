@@ -245,7 +245,7 @@ def test_runs_that_cannot_be_drawn_together_are_refused(machine: Machine, tmp_pa
 
 def test_a_run_without_kernels_is_said_to_have_no_picture(machine: Machine, tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        main, ["bench", "--from", str(ROOT / "docs" / "bench" / "layer.json"), "--plot", str(tmp_path)]
+        main, ["bench", "--from", str(ROOT / "docs" / "bench" / "layer.json"), "--plot", str(tmp_path / "a" / "b")]
     )
     assert result.exit_code == 0
     assert "nothing drawn: there are pictures of kernels only" in result.stderr
@@ -324,7 +324,7 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
         (["decode", "--from", "none.json"], "--from shows a saved run"),
         (["--from", "a.json", "--from", "b.json", "--save", "c.json"], "--save and --compare go with one --from"),
         (["--from", "a.json", "--from", "b.json", "--compare", "c.json"], "--save and --compare go with one --from"),
-        (["--plot", "file/below"], "--plot: expected a folder that can be written"),
+        (["--plot", "file/below"], "of --plot: expected one that can be written, got file/below: Not a directory"),
         (["--save", "nowhere/run.json"], "expected a file in a folder that exists"),
     ],
 )

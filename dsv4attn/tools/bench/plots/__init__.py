@@ -19,7 +19,7 @@ from dsv4attn.tools.bench.runner import BenchRow
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["check_folder", "check_together", "draw"]
+__all__ = ["check_together", "draw"]
 
 _TITLES = {
     "decode": "Decode on fp8 pages",
@@ -34,21 +34,6 @@ _TITLES = {
     "products": "Products with the weights of deterministic layers",
 }
 _MEMORY = ("insert", "quantize", "gather")
-
-
-def check_folder(folder: Path) -> None:
-    """Check before measuring that the folder can be written. It is made when something is drawn."""
-    try:
-        made = [part for part in (folder, *folder.parents) if not part.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".dsv4attn-bench"
-        probe.touch()
-        probe.unlink()
-        for part in made:
-            part.rmdir()
-    except OSError as error:
-        actual = f"{folder}: {error.strerror}"
-        raise ArgumentError("--plot", expected="a folder that can be written", actual=actual) from error
 
 
 def check_together(runs: Sequence[Run]) -> None:
