@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import own_temporary_folder
 from tests.marks import pytest_collection_modifyitems
-from tests.temporary import own_temporary_folder
 
 __all__ = [
     "few_objects", "own_temporary_folder", "pytest_collection_finish", "pytest_collection_modifyitems",

@@ -1,4 +1,4 @@
-"""`own_temporary_folder`: a fixture that the suites of the package and of the adapters import."""
+"""Fixtures that the suites of the adapters import; the suite of the package imports the first one."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random numbers are the same in every run, whatever tests run before."""
+    import torch
+
+    torch.manual_seed(0)
