@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.index_records import store_index_keys
@@ -121,10 +121,6 @@ class LayerTime:
             price = f", deterministic {_ms(self.deterministic_s)} ({ratio:.2f} times as long)"
         return f"{self.case}: {_ms(self.plain_s)}{price}"
 
-    def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
-
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{1e3 * seconds:,.0f} ms"
@@ -138,8 +134,7 @@ def layer_cases(heads: Sequence[int] = (), presets: Sequence[str] = tuple(PRESET
     """
     kinds = {PRESETS[name].kind for name in presets if PRESETS[name].model == "flash"}
     if not kinds:
-        expected = "for whole layers one of Flash, such as flash_c4"
-        raise ArgumentError("--cases", expected=expected, actual=", ".join(presets))
+        raise ArgumentError("--cases", expected="a layer of Flash for whole layers", actual=", ".join(presets))
     ranks = [_FLASH.num_heads // size for size in range(1, _FLASH.o_groups + 1) if _FLASH.o_groups % size == 0]
     for count in heads:
         if count not in ranks:

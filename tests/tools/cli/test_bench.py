@@ -317,7 +317,7 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
         (["--batches", "9" * 5000], "expected numbers from 1 to 2147483647 with commas"),
         (["--rounds", "0"], "0 is not in the range"),
         (["layer", "--heads", "8,12"], "--heads: expected heads of a rank's layer, [8, 16, 32, 64], got 12"),
-        (["layer", "--cases", "pro_c4"], "for whole layers one of Flash, such as flash_c4, got pro_c4"),
+        (["layer", "--cases", "pro_c4"], "--cases: expected a layer of Flash for whole layers, got pro_c4"),
         (["--device", "tpu:0"], "device: expected a device of this machine"),
         (["--compare", "none.json"], "--compare: expected a file that `dsv4attn bench --save FILE` wrote"),
         (["--from", "none.json"], "--from: expected a file"),
