@@ -154,14 +154,10 @@ def check_matplotlib(otherwise: str = "") -> None:
 
 
 def check_folder(folder: Path, what: str, hint: str = "") -> None:
-    """Raise ArgumentError unless files can be written into a folder. One that is missing is made, and deleted again."""
+    """Raise ArgumentError unless files can be written into a folder. One that is missing is not made."""
     try:
-        made = [part for part in (folder, *folder.parents) if not part.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
+        with TemporaryFile(dir=next(part for part in (folder, *folder.parents) if part.exists())):
             pass
-        for part in made:
-            part.rmdir()
     except OSError as error:
         actual = f"{folder}: {error.strerror}"
         raise ArgumentError(what, expected="one that can be written", actual=actual, hint=hint) from error
