@@ -7,7 +7,6 @@ Exceptions are in `dsv4attn.errors`; all of them are `Dsv4AttnError`.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -159,19 +158,21 @@ _MODULE_OF = {
     for name in names
 }
 
-_RENAMED = {"DeepseekSparseSWAMetadata": "WindowMetadata", "FlashMLASparseMetadata": "CompressedMetadata"}
-
 if not TYPE_CHECKING:
     # hidden from type checkers, for which it would mean that every name exists.
     def __getattr__(name: str) -> object:
         """Import the module of a public name, and store the value for later accesses."""
-        if name in _RENAMED:
-            # `from dsv4attn import` asks through this function of importlib, and hides the text of an AttributeError
-            is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # noqa: SLF001 - no public name
-            error = ImportError if is_import else AttributeError
-            raise error(f"{__name__}.{name} has another name now -> write {_RENAMED[name]}")
         if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            from dsv4attn.core.metadata import RENAMED
+
+            if name not in RENAMED:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            from traceback import extract_stack
+
+            # `from dsv4attn import` asks through this function of importlib, and hides the text of an AttributeError
+            is_import = extract_stack(limit=2)[0].name == "_handle_fromlist"
+            error = ImportError if is_import else AttributeError
+            raise error(f"{__name__}.{name} has another name now -> write {RENAMED[name]}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import own_temporary_folder
 from tests.marks import pytest_collection_modifyitems
 
 __all__ = [
-    "few_objects", "pytest_collection_finish", "pytest_collection_modifyitems", "pytest_configure",
-    "pytest_unconfigure",
+    "few_objects", "own_temporary_folder", "pytest_collection_finish", "pytest_collection_modifyitems",
+    "pytest_configure", "pytest_unconfigure",
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import dsv4attn
+from dsv4attn.core import metadata
 from tests.backends.built_in import packages
 from tests.forked_programs import run_forked
 
@@ -173,6 +174,9 @@ def test_an_unknown_name_is_an_attribute_error_and_an_old_one_is_answered_with_t
     for name, text in (("forward_mha", "has no attribute 'forward_mha'"), ("FlashMLASparseMetadata", said)):
         with pytest.raises(AttributeError, match=text):
             getattr(dsv4attn, name)
-    with pytest.raises(ImportError, match=said):
-        exec("from dsv4attn import FlashMLASparseMetadata")  # noqa: S102 - as a backend writes it
-    assert {*dsv4attn._RENAMED.values()} <= {*dsv4attn.__all__}
+    old = ("FlashMLASparseMetadata", "dsv4attn", "dsv4attn.core.metadata", "dsv4attn.core.metadata.metadata")
+    for name, *modules in (old, ("CompressedMetadata", "dsv4attn.core.metadata")):
+        for module in modules:
+            with pytest.raises(ImportError, match=rf"{name} has another name now -> write (dsv4attn\.)?Compressed"):
+                exec(f"from {module} import {name}")  # noqa: S102 - as a backend writes it
+    assert {*metadata._PUBLIC.values()} <= {*dsv4attn.__all__}

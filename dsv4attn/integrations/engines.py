@@ -29,6 +29,7 @@ class Engine:
     lenient: whether that variable is unset when it is empty, and blanks around its names do not count.
     scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active.
     kernels: where it looks for compiled kernels of Triton: a variable with a folder, its default, a folder inside.
+    kinds: of devices on whose GPUs it can call dsv4attn.
     options: those that its wheel sets for backends that have them.
     least_heads: heads of q, at least. It fills a rank's heads up to so many.
     """
@@ -41,6 +42,7 @@ class Engine:
     lenient: bool
     scope: str
     kernels: tuple[str, str, str]
+    kinds: tuple[str, ...]
     options: Mapping[str, str] = {}
     least_heads: int = 1
 
@@ -91,6 +93,7 @@ VLLM = Engine(
     scope="where vLLM has no attention of its own, else if --attention-backend DSV4ATTN or DSV4ATTN_VLLM=1 asks for it",
     # Triton's own folder, as vLLM has another one only for models that it compiles by torch.compile
     kernels=("TRITON_HOME", "~", ".triton/cache"),
+    kinds=("cuda", "hip", "xpu"),
     options={"projection": "fp8"},
 )
 SGLANG = Engine(
@@ -102,6 +105,7 @@ SGLANG = Engine(
     lenient=True,
     scope="on GPUs of NVIDIA and Intel, else refused",
     kernels=("SGLANG_CACHE_DIR", "~/.cache/sglang", "triton"),
+    kinds=("cuda", "xpu"),
     # of FlashMLA, whose functions the wheel replaces
     least_heads=64,
 )

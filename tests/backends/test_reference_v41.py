@@ -9,16 +9,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
-from tests.core.cache.v41_packer import (
-    FLASHMLA,
-    VLLM,
-    bf16,
-    pack_fp4,
-    pack_fp8,
-    page_of,
-    unpack_fp4,
-    unpack_fp8,
-)
+from tests.core.cache.v41_packer import FLASHMLA, VLLM, bf16, pack_fp4, pack_fp8, page_of, unpack_fp4, unpack_fp8
 
 SPLIT = Arrangement.SPLIT
 LAYOUTS = [

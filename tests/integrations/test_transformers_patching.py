@@ -16,13 +16,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.errors import (
-    ArgumentError,
-    Dsv4AttnError,
-    LayoutMismatchError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, UnknownNameError, UnsupportedError
 from dsv4attn.selection import load_backend
 from tests.integrations.paged import call, causal_model, chunked, ids_of, new_model, patched
 from tests.parity import hf

@@ -12,7 +12,7 @@ Letters in addition to those of `geometry`: Rd, Rp requests, Td, Tp tokens of th
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from attrs import define, frozen
@@ -26,6 +26,9 @@ from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import check_declared, check_tensor, size, tensor
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.errors import ArgumentError
+
+if not TYPE_CHECKING:
+    from dsv4attn.core.metadata import __getattr__  # noqa: F401 - answers old names
 
 __all__ = [
     "AttentionMetadata",

@@ -39,13 +39,13 @@ def _table(
         title=Text(title, style="bold"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
         pad_edge=False,
         show_footer=bool(sums),
     )
     for i, heading in enumerate(headings):
         # never cut off: a narrow terminal folds the line instead
-        wide = max(len(line[i]) for line in (headings, *lines))
+        wide = max(len(line[i]) for line in (headings, *lines, sums) if line)
         total = sums[i] if sums else ""
         table.add_column(Text(heading), total, justify="left" if i < words else "right", no_wrap=True, min_width=wide)
     first_above = None

@@ -137,7 +137,7 @@ class Run:
                 {"kernel": kernel, "by": by, "records": records, "speed": ratio}
                 for (kernel, by, records), ratio in pair_means(self.rows).items()
             ],
-            "cliffs": [cliff.as_json() for cliff in self.cliffs],
+            "cliffs": [asdict(cliff) for cliff in self.cliffs],
             "unavailable": dict(self.unavailable),
             "versions": dict(self.versions),
             "host": [dict(share) for share in self.host],

@@ -239,7 +239,7 @@ class Runner:
             except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
                 failed.append(BenchRow("layer", case.name, name, FAILED, reason=_line(broken)))
             else:
-                times.append({"by": name, **time.as_json(), "text": str(time)})
+                times.append({"by": name, **asdict(time), "text": str(time)})
         return times, failed
 
     def _contenders(self, task: Task) -> tuple[list[BenchRow], list[_Judged]]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from attrs import asdict, frozen
+from attrs import frozen
 
 from dsv4attn.tools.bench.cases import PRESETS, KernelCase, decodes, with_topk
 from dsv4attn.tools.bench.runner import BenchRow
@@ -49,10 +49,6 @@ class Cliff:
             f"{self.series}, {self.by}: from {self.start} to {self.stop} time grows x{self.time_ratio:.2f}, "
             f"work x{self.work_ratio:.2f}"
         )
-
-    def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
 
 
 def scaling_cases(*, small: bool) -> list[KernelCase]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.index_records import store_index_keys
@@ -28,6 +28,7 @@ from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.errors import ArgumentError
 from dsv4attn.serving.cache_manager import CacheManager
+from dsv4attn.tools.bench.cases import PRESETS
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.layer_parts import LayerPart, MarkedBackend, Marks, measured
 
@@ -120,26 +121,26 @@ class LayerTime:
             price = f", deterministic {_ms(self.deterministic_s)} ({ratio:.2f} times as long)"
         return f"{self.case}: {_ms(self.plain_s)}{price}"
 
-    def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
-
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{1e3 * seconds:,.0f} ms"
 
 
-def layer_cases(heads: Sequence[int] = (), *, small: bool) -> list[LayerCase]:
+def layer_cases(heads: Sequence[int] = (), presets: Sequence[str] = tuple(PRESETS), *, small: bool) -> list[LayerCase]:
     """A decode and a part of a prompt on each kind of layer. small: for a CPU.
 
-    heads: of a rank, one layer for each; empty: all. A token sees more entries than a c4a layer selects.
+    heads: of a rank, one layer for each; empty: all. presets: layers, of which those of Flash are taken.
+    A token sees more entries than a c4a layer selects.
     """
+    kinds = {PRESETS[name].kind for name in presets if PRESETS[name].model == "flash"}
+    if not kinds:
+        raise ArgumentError("--cases", expected="a layer of Flash for whole layers", actual=", ".join(presets))
     ranks = [_FLASH.num_heads // size for size in range(1, _FLASH.o_groups + 1) if _FLASH.o_groups % size == 0]
     for count in heads:
         if count not in ranks:
             raise ArgumentError("--heads", expected=f"heads of a rank's layer, {sorted(ranks)}", actual=count)
     shapes = ((1, 1, 4096), (1, 16, 4096)) if small else ((64, 1, 8192), (1, 2048, 8192))
-    layers = [(kind, count) for kind in LayerKind for count in dict.fromkeys(heads or ranks[:1])]
+    layers = [(kind, count) for kind in LayerKind if kind in kinds for count in dict.fromkeys(heads or ranks[:1])]
     return [LayerCase(kind, *shape, count) for kind, count in layers for shape in shapes]
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
+from attrs import asdict
 
 from dsv4attn.tools.cli import print_json
-from dsv4attn.tools.cli.common import console, device_json, grid, reason_json, simple_table
+from dsv4attn.tools.cli.common import console, grid, reason_json, simple_table
 from dsv4attn.tools.cli.options import JSON
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def backends(*, as_json: bool) -> None:
     if as_json:
         requested = {phase: settings.request(phase).value for phase in phases}
         chosen = {phase: s.chosen.info.name if s.chosen else None for phase, s in phases.items()}
-        facts = {"device": device_json(device), "request": requested, "automatic": chosen}
+        facts = {"device": asdict(device), "request": requested, "automatic": chosen}
         print_json({"ok": True, **facts, "backends": rows})
         return
     requests = {phase: settings.request(phase) for phase in phases}

@@ -12,20 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve, frozen
 
-from dsv4attn.errors import NoBackendError, UnknownNameError
+from dsv4attn.errors import NoBackendError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import check_request, console, require_torch, write_file
-from dsv4attn.tools.cli.options import (
-    JSON,
-    SAVE,
-    command_line,
-    integer,
-    named_words,
-    number_list,
-    options,
-    text,
-)
+from dsv4attn.tools.cli.common import check_folder, check_matplotlib, check_request, console, require_torch, write_file
+from dsv4attn.tools.cli.options import JSON, PATH, SAVE, command_line, integer, named_words, number_list, options, text
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -33,7 +24,6 @@ if TYPE_CHECKING:
 
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.tools.bench.cases import CaseSizes, KernelCase
-    from dsv4attn.tools.bench.compare import Comparison
     from dsv4attn.tools.bench.layer_ops import LayerOpCase
     from dsv4attn.tools.bench.peers import Peer
     from dsv4attn.tools.bench.result import Run
@@ -41,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 ALL = "all"
-_PATH = click.Path(path_type=Path)
 
 
 @click.command(short_help="Time kernels, and compare them with the roofline and other libraries.")
@@ -90,15 +79,15 @@ _PATH = click.Path(path_type=Path)
     text(
         "--compare",
         metavar="OLD",
-        type=_PATH,
+        type=PATH,
         help="List what is slower than in the file OLD, which --save has written.",
     ),
-    text("--plot", metavar="DIR", type=_PATH, help="Draw pictures into the folder DIR."),
+    text("--plot", metavar="DIR", type=PATH, help="Draw pictures into the folder DIR."),
     text(
         "--from",
         "sources",
         metavar="FILE",
-        type=_PATH,
+        type=PATH,
         multiple=True,
         help="Measure nothing, and show FILE, which --save has written. Given several times: show all of them, and "
         "--plot draws them together.",
@@ -137,7 +126,8 @@ def bench(
     Every result is compared with that of the reference backend, before and after it is timed. The reference computes in
     fp32, and `dsv4attn conform reference` proves it. A wrong result gets no time. Times are medians of rounds in which
     all calls run in turn. The roofline is measured in the same run. --cases, --batches, --heads, --drafts and --tokens
-    do not change scaling, host, index, compress, mhc and products. Of these options layer takes --heads alone.
+    do not change scaling, host, index, compress, mhc and products. Of these options layer takes --heads, and
+    --cases of Flash.
 
     select has a short list of cases. `--cases flash_c4,pro_c4` asks for selections of 512 or 1,024 entries from 8,192
     to 262,144 index keys: prompts of --tokens, 2,048 by default, and decodes of --batches, 1, 8 and 64 by default.
@@ -159,7 +149,9 @@ def bench(
       2    bad input
       130  interrupted; what was measured is shown, marked incomplete
     """  # noqa: D301 - click wants the character
-    _check_what(what)
+    from dsv4attn.tools.bench.cases import KERNELS, MEASUREMENTS, named
+
+    named("measurement", ",".join(what), MEASUREMENTS, KERNELS)
     _names_of(sizes["backends"])
     require_torch(ctx)
     from dsv4attn.tools.bench import compare as comparing
@@ -169,13 +161,12 @@ def bench(
     _check_sources(sources, measures=bool(what or any(sizes.values())), one_run=bool(save or as_json or compare))
     old = load(compare, "--compare") if compare else None
     if plot:
-        from dsv4attn.tools.bench.plots import check_folder
-
-        check_folder(plot)
-    runs = [load(source, "--from") for source in sources]
-    if plot:
         from dsv4attn.tools.bench.plots import check_together
 
+        check_matplotlib(", or save with --save FILE and draw it elsewhere with --from FILE")
+        check_folder(plot, "folder of --plot")
+    runs = [load(source, "--from") for source in sources]
+    if plot:
         check_together(runs)
     if not runs:
         run = _measured(_Asked(what, **sizes), shown=not as_json)
@@ -186,7 +177,8 @@ def bench(
     if save:
         write_file(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
     if as_json:
-        print_json(_json_of(run, compared))
+        both = {"ok": run.ok and compared.ok, "compared": compared.as_json()} if compared else {}
+        print_json({**run.as_json(), **both})
     else:
         out = console()
         for shown in runs:
@@ -206,22 +198,6 @@ def _check_sources(sources: Sequence[Path], *, measures: bool, one_run: bool) ->
         raise click.UsageError("--from shows a saved run: it goes with --json, --save, --compare and --plot only")
     if len(sources) > 1 and one_run:
         raise click.UsageError("--json, --save and --compare go with one --from")
-
-
-def _check_what(what: Sequence[str]) -> None:
-    """Raise for a word that is no measurement."""
-    from dsv4attn.tools.bench.cases import MEASUREMENTS
-
-    for name in (part.strip() for word in what for part in word.split(",")):
-        if name and name not in MEASUREMENTS:
-            raise UnknownNameError("measurement", name, MEASUREMENTS)
-
-
-def _json_of(run: Run, compared: Comparison | None) -> dict[str, Any]:
-    values = run.as_json()
-    if compared:
-        values |= {"ok": run.ok and compared.ok, "compared": compared.as_json()}
-    return values
 
 
 def _draw(runs: Sequence[Run], folder: Path) -> None:
@@ -270,7 +246,7 @@ def _measured(options: _Asked, *, shown: bool) -> Run:
     cases = _cases(options, what, presets, size, small=small)
     peers = _peers(options, {case.kernel for case in cases})
     hosts = host_cases() if "host" in what else []
-    layers = layer_cases(size.heads, small=small) if "layer" in what else []
+    layers = layer_cases(size.heads, presets, small=small) if "layer" in what else []
     total = len(cases) + len(hosts) + len(layers)
     rows, host, times, ran, stopped = [], [], [], 0, False
     # the CPU's threads do not matter for times on an accelerator

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from attrs import asdict
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.core.contract.problem import Reason
-    from dsv4attn.plugins import PluginFailure
 
 _ANY = "any sm_* and gfx* is taken too; `nvidia-smi --query-gpu=compute_cap --format=csv` and `rocminfo` say which"
 _MAKERS = {
@@ -144,13 +144,23 @@ def require_torch(ctx: click.Context) -> None:
         raise problem from None
 
 
-def check_matplotlib() -> None:
-    """Raise ArgumentError unless matplotlib can be imported."""
+def check_matplotlib(otherwise: str = "") -> None:
+    """Raise ArgumentError unless matplotlib can be imported. otherwise: what to do without it, for the hint."""
     try:
         import matplotlib as mpl  # noqa: F401
     except ImportError as error:
-        hint = 'pip install "dsv4attn[plot]"'
+        hint = f'pip install "dsv4attn[plot]"{otherwise}'
         raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
+
+
+def check_folder(folder: Path, what: str, hint: str = "") -> None:
+    """Raise ArgumentError unless files can be written into a folder. One that is missing is not made."""
+    try:
+        with TemporaryFile(dir=next(part for part in (folder, *folder.parents) if part.exists())):
+            pass
+    except OSError as error:
+        actual = f"{folder}: {error.strerror}"
+        raise ArgumentError(what, expected="one that can be written", actual=actual, hint=hint) from error
 
 
 def check_request(backend: str | None) -> None:
@@ -356,16 +366,6 @@ def write_file(path: Path, content: str) -> None:
         raise click.UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def device_json(device: DeviceFacts) -> dict[str, Any]:
-    """Facts of a device."""
-    return asdict(device)
-
-
 def reason_json(reason: Reason) -> dict[str, str]:
     """A reason, in parts and as one line."""
     return {**asdict(reason), "text": reason.text}
-
-
-def failure_json(failure: PluginFailure) -> dict[str, str]:
-    """A plugin that cannot be used."""
-    return asdict(failure)

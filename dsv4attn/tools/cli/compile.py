@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +20,7 @@ from dsv4attn.integrations.engines import ENGINES, VLLM, Engine
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     COMPILED_FOR,
+    check_folder,
     check_request,
     console,
     device_facts,
@@ -32,7 +32,17 @@ from dsv4attn.tools.cli.common import (
     require_torch,
     simple_table,
 )
-from dsv4attn.tools.cli.options import JSON, backend_option, choice, command_line, integer, options, text, token_count
+from dsv4attn.tools.cli.options import (
+    JSON,
+    PATH,
+    backend_option,
+    choice,
+    command_line,
+    integer,
+    options,
+    text,
+    token_count,
+)
 from dsv4attn.tools.cli.progress import progress_bar
 from dsv4attn.tools.cli.threads import check_number
 
@@ -150,7 +160,7 @@ class _Job:
         "--cache",
         "folder",
         metavar="FOLDER",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="Folder of Triton's cache that gets the kernels.  [default: TRITON_CACHE_DIR, or Triton's own]",
     ),
     choice(
@@ -201,12 +211,12 @@ def compile_(
     geometry = rank_of(geometry_of(model), tensor_parallel, served)
     longest = longest_context(geometry, max_model_len, geometry.max_position)
     check_request(backend)
-    archs = [_arch(name) for name in targets]
+    archs = [_arch(name, served) for name in targets]
     workers = None if jobs is None else check_number("--jobs", jobs)
     if served is not None and folder is None:
         folder = served.kernel_folder()
     # without an engine, Triton's own folder, which is vLLM's
-    _check_writable(folder or VLLM.kernel_folder())
+    check_folder(folder or VLLM.kernel_folder(), "folder of kernels", "name another one with --cache")
     require_torch(ctx)
     from dsv4attn.core.contract.device import DeviceFacts
 
@@ -245,20 +255,6 @@ def compile_(
         if folder is not None and all(outcome.resources for task in tasks for outcome in task.outcomes):
             _show_for_image(ctx, folder.resolve(), geometry.num_heads)
     ctx.exit(OK if ok else FAILED)
-
-
-def _check_writable(folder: Path) -> None:
-    """Make the folder of the kernels. Raises ArgumentError if it cannot be written, which would fail each kernel."""
-    from dsv4attn.errors import ArgumentError
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        actual, hint = f"{folder}: {error.strerror}", "name another one with --cache"
-        expected = "one that can be written"
-        raise ArgumentError("folder of kernels", expected=expected, actual=actual, hint=hint) from error
 
 
 def _show_for_image(ctx: click.Context, folder: Path, heads: int) -> None:
@@ -354,8 +350,8 @@ def _asked(loaded: Collection[str]) -> set[str]:
     return asked
 
 
-def _arch(name: str) -> str:
-    """The architecture of a device's name. Raises unless kernels can be compiled for it."""
+def _arch(name: str, engine: Engine | None) -> str:
+    """The architecture of a device's name. Raises unless kernels can be compiled for it, and the engine calls them."""
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
     try:
@@ -364,11 +360,14 @@ def _arch(name: str) -> str:
         known = [spelling for device in COMPILED_FOR for spelling in device.spellings]
         meant = [near for near in known if f"{near!r}" in str(error).partition(" (known: ")[0]]
         raise UnknownNameError("target", name, known, str(error).split("\n  ")[1:], near=meant) from None
-    if facts.kind not in {device.kind for device in COMPILED_FOR}:
+    makers = {d.kind: d.text.split()[0] for d in COMPILED_FOR if engine is None or d.kind in engine.kinds}
+    if facts.kind not in makers:
         hint = "its kernels are compiled on the device, at their first launch: `dsv4attn conform` runs all of them"
-        actual = f"{name!r} ({facts.name})" if facts.kind != "cpu" else repr(name)
-        hint = "" if facts.kind == "cpu" else hint
-        raise ArgumentError("--target", expected="a GPU of NVIDIA or AMD", actual=actual, hint=hint)
+        if engine is not None and facts.kind == "hip":
+            hint = f"leave --engine out, or compile for another engine: {engine.name} does not call dsv4attn there"
+        expected = f"a GPU of {' or '.join(makers.values())}"
+        actual, hint = (repr(name), "") if facts.kind == "cpu" else (f"{name!r} ({facts.name})", hint)
+        raise ArgumentError("--target", expected=expected, actual=actual, hint=hint)
     return facts.arch
 
 
@@ -380,7 +379,7 @@ def _loaded(
     options: of the backends. of_engine: those that an engine sets for backends that have them, unless the settings do.
     """
     from dsv4attn.core.contract.backend import Backend
-    from dsv4attn.errors import ArgumentError, Dsv4AttnError
+    from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
     from dsv4attn.selection import load_backend, registered, registry_for
 
     settings = load_settings()
@@ -400,7 +399,12 @@ def _loaded(
         elif backend is not None:
             raise ArgumentError("--backend", expected="one with kernels to compile", actual=repr(backend))
     if not loaded:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
+        known = {name: {*registration.info.options} for name, registration in candidates.items()}
+        every = set[str]().union(*known.values())
+        for option in sorted(options.keys() - every):
+            raise UnknownNameError("option", option, every)
+        having = [reason for name, reason in failed.items() if options.keys() <= known[name]]
+        reasons = "".join(f"\n  {reason}" for reason in dict.fromkeys(having or failed.values()))
         raise click.UsageError(f"no backend has kernels to compile; `dsv4attn backends` lists them{reasons}")
     return loaded, failed
 
@@ -496,12 +500,12 @@ def _show(job: _Job) -> None:
 
 
 def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
+    from rich.padding import Padding
     from rich.text import Text
 
     caption = "warps: of a block, times their threads. mma: matrix instructions. fit: blocks that an SM or CU holds."
     table = simple_table(caption)
-    table.add_column("kernel", overflow="fold", max_width=24)
-    table.add_column("variant", overflow="fold")
+    table.add_column("kernel, variant", overflow="fold")
     for column in ("regs", "spill", "shared", "warps", "mma", "fit"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -514,8 +518,11 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
             counts = need.registers, spilled, need.shared, need.matrix, need.occupancy
             numbers = [f"{count:,}" for count in counts]
             numbers.insert(3, f"{need.threads // need.wave}x{need.wave}")
-        verdict = Text(outcome.verdict, style=_STYLES[outcome.verdict])
-        table.add_row(Text("" if name == name_above else name, style="bold"), Text(difference), *numbers, verdict)
+        if difference and name != name_above:
+            # in a line of its own: beside the variants a narrow terminal has no room
+            table.add_row(Text(name, style="bold"))
+        first = Padding(Text(difference), (0, 0, 0, 2)) if difference else Text(name, style="bold")
+        table.add_row(first, *numbers, Text(outcome.verdict, style=_STYLES[outcome.verdict]))
         name_above = name
     return table
 

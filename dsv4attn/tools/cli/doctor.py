@@ -14,7 +14,7 @@ from attrs import asdict, define, field, frozen
 from dsv4attn import __version__
 from dsv4attn.tools.cli import FAILED, OK, engines, installation, print_json
 from dsv4attn.tools.cli.backends import automatic, merged
-from dsv4attn.tools.cli.common import console, device_json, failure_json, grid
+from dsv4attn.tools.cli.common import console, grid
 from dsv4attn.tools.cli.options import JSON
 from dsv4attn.tools.cli.progress import working
 
@@ -232,13 +232,13 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "ok": not report.problems,
         "versions": report.versions,
         "system": report.system,
-        "devices": [device_json(device) for device in report.devices],
+        "devices": [asdict(device) for device in report.devices],
         "configuration": {"file": report.settings.file, "values": values, "ignored": list(report.settings.ignored)},
         "environment": _environment(),
         "automatic": {p: s.chosen.info.name if s.chosen else None for p, s in report.phases.items()},
         "runs": {p: s.chosen.info.name if s.chosen else None for p, s in report.runs.items()},
         "engines": [engines.as_json(state) for state in report.engines],
-        "plugins": [failure_json(failure) for failure in report.registry.failures],
+        "plugins": [asdict(failure) for failure in report.registry.failures],
         "problems": [asdict(problem) for problem in report.problems],
         "next": _next(report),
     }

@@ -6,22 +6,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
-from attrs import evolve
+from attrs import asdict, evolve
 
 from dsv4attn.config import AUTO, PHASES, parse_request
 from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
-from dsv4attn.tools.cli.common import (
-    console,
-    device_facts,
-    device_json,
-    epilog,
-    failure_json,
-    geometry_of,
-    grid,
-    reason_json,
-)
+from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json
 from dsv4attn.tools.cli.options import JSON, MODEL, choice, flag, integer, options, text
 
 if TYPE_CHECKING:
@@ -227,7 +218,7 @@ def _as_json(selection: Selection) -> dict[str, Any]:
         "verdict": selection.verdict,
         "phase": selection.problems[0].phase,
         "problem": str(selection.problems[0]),
-        "device": device_json(selection.device),
+        "device": asdict(selection.device),
         "assumed": _assumed(selection.device),
         "request": {"value": selection.request.value, "source": selection.request.source},
         "candidates": [
@@ -243,7 +234,7 @@ def _as_json(selection: Selection) -> dict[str, Any]:
         ],
         "layer_parts": selection.layer_parts,
         "reference_ops": list(selection.reference_ops) if selection.replaced else [],
-        "failures": [failure_json(failure) for failure in selection.failures],
+        "failures": [asdict(failure) for failure in selection.failures],
         "ignored": list(selection.ignored),
     }
 

@@ -20,7 +20,7 @@ from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.tools.cli import complete, print_json
 from dsv4attn.tools.cli.common import console, grid
-from dsv4attn.tools.cli.options import JSON, options, text
+from dsv4attn.tools.cli.options import JSON, PATH, options, text
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _DEVICE = re.compile(r"[a-z0-9_.*?\[\]-]+")
@@ -134,7 +134,7 @@ def template_folder() -> Path:
         "--dir",
         "folder",
         metavar="DIR",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="Folder to write.  [default: dsv4attn-NAME]",
     ),
     JSON,

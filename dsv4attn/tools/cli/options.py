@@ -40,6 +40,16 @@ class TokenCount(WholeNumber):
         return super().convert(_without_suffix(value) if isinstance(value, str) else value, param, ctx)
 
 
+class _SomePath(click.Path):
+    """A path that is not empty: an empty one, as of a variable that is not set, would mean the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 - click's
+        """Refuse an empty path."""
+        if not str(value):
+            self.fail("'': expected a path; leave the option out for its default", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _without_suffix(text: str) -> str:
     """The digits of a number that may end with k, K or M. Any other text stays as it is."""
     match = re.fullmatch(r"\s*([0-9]{1,20})([kKM])\s*", text)
@@ -142,6 +152,7 @@ def target_file(ctx: click.Context, parameter: click.Parameter, value: str | Non
     return path
 
 
+PATH = _SomePath(path_type=Path)
 JSON = flag("--json", "as_json", help="Print one JSON object.")
 SAVE = text(
     "--save",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from attrs import asdict
 
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.options import HTML, MODEL, OPTION, choice, flag, integer, options, text, token_count
@@ -194,7 +195,7 @@ def run(
         with cpu_threads.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
             report = replay.run(progress)
     # the CPU's threads do not matter for times on an accelerator
-    setting = {**cpu_threads.as_json(), "text": str(cpu_threads)} if place.type == "cpu" else {}
+    setting = {**asdict(cpu_threads), "text": str(cpu_threads)} if place.type == "cpu" else {}
     name = {_SHORT: "generated", _LONG: "generated, long"}.get(trace, trace)
     other_topk = model_topk if model_topk != index_topk else None
     report = evolve(report, trace=name, options=backend_options, threads=setting, model_topk=other_topk)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from attrs import asdict, frozen
+from attrs import frozen
 
 from dsv4attn.errors import ArgumentError
 
@@ -49,10 +49,6 @@ class Threads:
     def __str__(self) -> str:
         """The text of reports."""
         return f"threads {self.count} of {self.cores} core{'s' * (self.cores != 1)} ({self.source})"
-
-    def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -18,21 +18,16 @@ fakes.install()
 
 import kit as sglang_kit
 import pytest
-import torch
 from dsv4attn_sglang import hooks
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
 from integrations.interpreter import round_as_torch
 from tests.fast_interpreter.patches import patch_interpreter
+from tests.fixtures import own_temporary_folder, seeded  # noqa: F401 - fixtures
 
 round_as_torch("fp8e4nv")
 patch_interpreter()
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,7 @@ from vllm.model_executor.models import registry
 
 from integrations.interpreter import round_as_torch
 from tests.fast_interpreter.patches import patch_interpreter
+from tests.fixtures import own_temporary_folder, seeded  # noqa: F401 - fixtures
 
 patch_interpreter()
 
@@ -134,11 +135,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name in SLOW:
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["reference", "triton"])

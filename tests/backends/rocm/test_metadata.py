@@ -17,10 +17,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.index_ops import dense as kernels
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends.rocm.launch import RocmBackend
-from dsv4attn.backends.rocm.metadata import (
-    RaggedCompressedMetadata,
-    RaggedWindowMetadata,
-)
+from dsv4attn.backends.rocm.metadata import RaggedCompressedMetadata, RaggedWindowMetadata
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.cache.selected_keys import RaggedIndices, RequestRows
 from dsv4attn.core.contract.backend import Backend

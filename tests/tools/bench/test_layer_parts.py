@@ -158,6 +158,7 @@ def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: L
 
 
 def test_a_layer_of_a_rank_has_the_heads_and_output_groups_of_the_rank() -> None:
+    assert {case.kind for case in layer_cases(presets=["pro_c128", "flash_c4"], small=True)} == {LayerKind.CSA}
     cases = layer_cases([8, 64], small=True)
     whole = layer_cases(small=True)
 
@@ -200,8 +201,8 @@ def test_the_legend_says_how_many_sequences_of_a_decode_complete_an_entry() -> N
     assert "prompt: 1 sequence" in lines
 
 
-def shown(*times: LayerTime) -> list[str]:
-    out = Console(width=120, no_color=True)
+def shown(*times: LayerTime, width: int = 120) -> list[str]:
+    out = Console(width=width, no_color=True)
     with out.capture() as captured:
         for table in layer_tables([{"by": "ours", **asdict(time)} for time in times]):
             out.print(table, crop=False)
@@ -211,10 +212,11 @@ def shown(*times: LayerTime) -> list[str]:
 def test_tables_have_time_share_and_launches() -> None:
     decode = (LayerPart("projections", 30e-6, 4.0), LayerPart("attention", 70e-6, 1.5))
     prompt = (LayerPart("projections", 1.5e-3, 1200.0),)
-    lines = shown(
+    times = (
         LayerTime("c4a", "layer c4a, 1 sequence", 1.0, None, "decode", "1 sequence", decode),
         LayerTime("c4a", "layer c4a, 2 sequences", 1.0, None, "prompt", "2 sequences", prompt),
     )
+    lines = shown(*times)
 
     assert lines[0] == "parts of layer c4a, ours"
     assert lines[1].split() == ["part", *["decode", "us", "share", "launches"], *["prompt", "us", "share", "launches"]]
@@ -223,6 +225,7 @@ def test_tables_have_time_share_and_launches() -> None:
     assert lines[5].split() == ["sum", "100.0", "100.0%", "5.5", "1,500.0", "100.0%", "1,200"]
     assert "time of kernels" in lines[6]
     assert lines[7:] == ["decode: 1 sequence", "prompt: 2 sequences"]
+    assert shown(*times, width=40)[:6] == lines[:6], "nothing is cut off"
 
 
 def test_on_a_cpu_there_are_no_launches() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,10 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.cases import KERNELS, LAYER_OPS, PRESETS, CaseSizes, cases_of
 from dsv4attn.tools.bench.layer_ops import layer_op_cases
-from dsv4attn.tools.bench.plots import check_folder, draw
+from dsv4attn.tools.bench.plots import draw
 from dsv4attn.tools.bench.report import run_text
 from dsv4attn.tools.bench.result import Run, load
 from dsv4attn.tools.bench.runner import BenchRow
@@ -163,23 +161,6 @@ def test_cliffs_have_rings(tmp_path: Path, figures: list[Any]) -> None:
     draw([run(rows, cliffs=tuple(cliffs(rows)))], tmp_path)
     rings = [line for line in figures[0].axes[0].lines if line.get_fillstyle() == "none"]
     assert [list(line.get_xdata()) for line in rings] == [[4]]
-
-
-def test_a_folder_is_made(tmp_path: Path) -> None:
-    check_folder(tmp_path / "a" / "b")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ArgumentError, match="a folder that can be written"):
-        check_folder(tmp_path / "file" / "below")
-
-
-def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ArgumentError, match=r'pip install "dsv4attn\[plot\]"'):
-        check_folder(tmp_path)
 
 
 @pytest.mark.matrix

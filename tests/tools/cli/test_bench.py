@@ -131,7 +131,7 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = LayerCase(LayerKind.HCA, 1, 2, 256)
-    monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda _, *, small: [one] if small else [])
+    monkeypatch.setattr("dsv4attn.tools.bench.whole_layer.layer_cases", lambda *_, small: [one] if small else [])
     # to draw them takes longer than all runs
     monkeypatch.setattr("dsv4attn.tools.bench.whole_layer._weights", cache(whole_layer._weights))
 
@@ -245,7 +245,7 @@ def test_runs_that_cannot_be_drawn_together_are_refused(machine: Machine, tmp_pa
 
 def test_a_run_without_kernels_is_said_to_have_no_picture(machine: Machine, tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        main, ["bench", "--from", str(ROOT / "docs" / "bench" / "layer.json"), "--plot", str(tmp_path)]
+        main, ["bench", "--from", str(ROOT / "docs" / "bench" / "layer.json"), "--plot", str(tmp_path / "a" / "b")]
     )
     assert result.exit_code == 0
     assert "nothing drawn: there are pictures of kernels only" in result.stderr
@@ -317,13 +317,14 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
         (["--batches", "9" * 5000], "expected numbers from 1 to 2147483647 with commas"),
         (["--rounds", "0"], "0 is not in the range"),
         (["layer", "--heads", "8,12"], "--heads: expected heads of a rank's layer, [8, 16, 32, 64], got 12"),
+        (["layer", "--cases", "pro_c4"], "--cases: expected a layer of Flash for whole layers, got pro_c4"),
         (["--device", "tpu:0"], "device: expected a device of this machine"),
         (["--compare", "none.json"], "--compare: expected a file that `dsv4attn bench --save FILE` wrote"),
         (["--from", "none.json"], "--from: expected a file"),
         (["decode", "--from", "none.json"], "--from shows a saved run"),
         (["--from", "a.json", "--from", "b.json", "--save", "c.json"], "--save and --compare go with one --from"),
         (["--from", "a.json", "--from", "b.json", "--compare", "c.json"], "--save and --compare go with one --from"),
-        (["--plot", "file/below"], "--plot: expected a folder that can be written"),
+        (["--plot", "file/below"], "of --plot: expected one that can be written, got file/below: Not a directory"),
         (["--save", "nowhere/run.json"], "expected a file in a folder that exists"),
     ],
 )
@@ -348,7 +349,7 @@ def test_without_matplotlib_pictures_are_refused_before_anything_runs(
     code, values = machine.json("bench", *QUICK, "--plot", "pictures")
 
     assert code == 2
-    assert 'pip install "dsv4attn[plot]"' in values["error"]["message"]
+    assert 'pip install "dsv4attn[plot]", or save with --save FILE' in values["error"]["message"]
 
 
 def test_what_is_saved_is_what_json_prints(machine: Machine, tmp_path: Path) -> None:

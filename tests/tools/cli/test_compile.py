@@ -112,12 +112,14 @@ def test_the_table_on_80_columns(machine: Machine) -> None:
     assert max(map(len, lines)) <= 80
     text = [" ".join(line.split()) for line in lines]
     assert text[:2] == ["target sm_90", "backend acme"]
-    assert "kernel variant regs spill shared warps mma fit" in text
-    assert "rows x:*bf16 96 0 73,728 4x32 0 2 ok" in text
+    assert "kernel, variant regs spill shared warps mma fit" in text
+    assert text[text.index("rows") + 1] == "x:*bf16 96 0 73,728 4x32 0 2 ok"
     assert "x:*fp32 96 0 73,728 4x32 0 2 ok" in text
     assert "attend 255 2,944 131,072 4x32 1,024 1 spills" in text
     assert "SPILLS 2000 bytes stored and 944 loaded per thread, needs none ->" in text
     assert text[-1] == "3 kernels of acme for sm_90: 1 spill"
+    _, lines = machine.run("compile", "--target", "sm_90", "--backend", "sm90", "--kernel", "combine")
+    assert "topk:none entry_table:none 96 0" in " ".join(" ".join(lines).split()), "words stay whole"
 
 
 @pytest.mark.usefixtures("compiler")
@@ -233,17 +235,21 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
     [
         (["--target", "gfx90"], "unknown target 'gfx90'; did you mean 'gfx90a'?"),
         (["--target", "h2O0"], "unknown target 'h2O0'; did you mean 'h200'? (known: a10, a100, "),
-        (["--target", "b580"], "--target: expected a GPU of NVIDIA or AMD, got 'b580' (Intel GPU) -> its kernels are"),
+        (["--target", "b580", "--engine", "vllm"], "--target: expected a GPU of NVIDIA or AMD, got 'b580' (Intel GPU)"),
         (["--target", "ascend"], "expected a GPU of NVIDIA or AMD, got 'ascend' (Ascend NPU) -> its kernels are"),
         (["--target", "cpu"], "--target: expected a GPU of NVIDIA or AMD, got 'cpu'"),
+        (["--target", "mi300x", "--engine", "sglang"], "a GPU of NVIDIA, got 'mi300x' (AMD MI300) -> leave --engine"),
         ([], "Missing option '--target'"),
         (["--target", "sm_90", "--backend", "reference"], "expected one with kernels to compile, got 'reference'"),
         (["--target", "sm_90", "--backend", "acmee"], "did you mean 'acme'?"),
         (["--target", "gfx942", "--backend", "far"], "expected a device of far: sm_9*, got gfx942"),
+        (["--target", "sm_90", "--cache", ""], "for '--cache': '': expected a path; leave the option out"),
         (["--target", "sm_90", "--backend", "odd"], "kernel_variants of odd: expected Variants, got str"),
         (["--target", "sm_90", "--backend", "bad"], "no libacme.so"),
         (["--target", "sm_90", "--model", "flas"], "did you mean 'flash'?"),
-        (["--target", "sm_90", "--option", "nope=1"], "them\n  acme: option 'nope' of backend acme: expected"),
+        (["--target", "sm_90", "--option", "projektion=fp8"], "unknown option 'projektion'; did you mean 'projection'"),
+        (["--target", "sm_90", "--option", "index_sums=x"], "lists them\n  index_sums: expected "),
+        (["--target", "sm_90", "--backend", "acme", "--option", "nope=1"], "option 'nope' of backend acme: expected"),
         (["--target", "sm_90", "--max-model-len", "2000000"], "expected at most 1048576, the longest context of"),
     ],
 )

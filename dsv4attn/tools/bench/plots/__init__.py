@@ -19,7 +19,7 @@ from dsv4attn.tools.bench.runner import BenchRow
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["check_folder", "check_together", "draw"]
+__all__ = ["check_together", "draw"]
 
 _TITLES = {
     "decode": "Decode on fp8 pages",
@@ -34,25 +34,6 @@ _TITLES = {
     "products": "Products with the weights of deterministic layers",
 }
 _MEMORY = ("insert", "quantize", "gather")
-
-
-def check_folder(folder: Path) -> None:
-    """Check before measuring that matplotlib is installed and that the folder can be written."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import matplotlib as mpl  # noqa: F401
-    except ImportError as error:
-        hint = 'pip install "dsv4attn[plot]", or save with --save FILE and draw it elsewhere with --from FILE'
-        raise ArgumentError("--plot", expected="matplotlib", actual="no such package", hint=hint) from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".dsv4attn-bench"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        actual = f"{folder}: {error.strerror}"
-        raise ArgumentError("--plot", expected="a folder that can be written", actual=actual) from error
 
 
 def check_together(runs: Sequence[Run]) -> None:
@@ -98,6 +79,7 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
         with rc_context(settings):
             paths = []
             for name, figure in _figures(runs):
+                folder.mkdir(parents=True, exist_ok=True)
                 path = folder / f"{name}.png"
                 figure.savefig(path, dpi=DPI, facecolor="white")
                 paths.append(path)
