@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from attrs import evolve, field, frozen
-from numpy.typing import NDArray
 from torch import Tensor
 
 DIM, NOPE = 512, 448
-F64 = NDArray[np.float64]
 
 
 @frozen

@@ -225,9 +225,6 @@ def test_g8_the_kit_certifies_it(mixed: Place) -> None:
     assert output["counts"]["refused"] == output["counts"]["failed"] == 0
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chosen", "least"),

@@ -18,7 +18,6 @@ from dsv4attn.plugins import PluginFailure, PluginRegistry, Registered
 from dsv4attn.selection import Selection, decide, explain
 
 FLASH = ModelGeometry.preset("flash")
-PRO = ModelGeometry.preset("pro")
 DECODE, PREFILL = Problem.of(FLASH, "c4a", "decode"), Problem.of(FLASH, "c4a", "prefill")
 AUTO = Setting("auto", "default")
 CPU, SM90, XPU = (DeviceFacts.named(name) for name in ("cpu", "h200", "b580"))

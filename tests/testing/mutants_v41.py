@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract.op_names import CANDIDATES, DELAYED, LATENTS
 from dsv4attn.core.torch_ops.selection import ENTRIES, score_entries
 from dsv4attn.core.torch_ops.tiles import PLAIN
-
-NEW = {*DELAYED, *LATENTS, *CANDIDATES}
-"""Names of the steps that V4 does not have."""
 
 
 def own_pre(given: dict[str, Any]) -> Tensor:

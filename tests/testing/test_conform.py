@@ -64,11 +64,8 @@ def large(case: Case) -> bool:
     return any(fnmatchcase(case.name, pattern) for pattern in LARGE)
 
 
-# on pages, and ragged, is what other backends' tests do too; tests/core holds every form against the oracle
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(form, marks=pytest.mark.matrix if form == "gathered-dense" else pytest.mark.slow) for form in FORMS],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("form", FORMS)
 def test_the_reference_keeps_the_contract_in_every_form(form: str) -> None:
     options, patterns = FORMS[form]
     cases = [case for case in chosen(CASES, patterns) if not patterns or not large(case)]

@@ -132,10 +132,6 @@ class OldWrapper:
         """Knows no second cache."""
 
 
-class BuiltIn:
-    run = print
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [

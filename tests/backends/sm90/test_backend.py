@@ -22,13 +22,11 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import load_backend
 from tests.backends._triton.cache.caches import DEVICE
 
 FLASH = ModelGeometry.preset("flash")
 SM90 = DeviceFacts.named("sm90")
-REGISTRY = PluginRegistry.load(entry_points=[])
 OWN = "the Gluon kernel for Hopper"
 
 

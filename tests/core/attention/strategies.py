@@ -67,7 +67,7 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> StepFixture:
     """A problem of any kind, dims, window, pages, layout and batch."""
     ratios = draw(st.sampled_from([(4, 16), (2, 8), (4, 128), (3, 5)]))
     geometry = tiny_geometry(
-        num_heads=draw(st.sampled_from([1, 2, 3])),
+        num_heads=draw(st.sampled_from([1, 2, 3, 24])),
         head_dim=draw(st.sampled_from([8, 12, 16])),
         rope_dim=draw(st.sampled_from([2, 4])),
         window=draw(st.sampled_from([1, 2, 3, 7, 8, 16])),

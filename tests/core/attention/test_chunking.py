@@ -19,10 +19,9 @@ from dsv4attn.testing.kit.factories import layouts, tiny_geometry
 from dsv4attn.testing.kit.oracle_cache import body
 from dsv4attn.testing.kit.random_step import StepFixture
 from tests.core.attention.strategies import scenarios, searched
-from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms, all_kinds
+from tests.harness import FORM_NAMES, REFERENCE_FORMS, all_forms
 
 TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)
-REAL_WINDOW = tiny_geometry(num_heads=1, head_dim=8, rope_dim=2, window=128, topk=20, ratios=(4, 128))
 
 
 def assert_same_caches(left: LayerCaches, right: LayerCaches, scenario: StepFixture) -> None:
@@ -82,46 +81,6 @@ def test_selected_entries_of_any_ratio_are_attended_to(ratio: int, rows: Literal
 
     prompt = attrs.evolve(whole, requests=[(0, 70), (0, 23)], poison=None, short_prefills=True)
     check_in_steps(prompt, [[0, 1, 2, 33, 34, 70], [0, 22, 23]], form)
-
-
-@pytest.mark.in_turn
-@all_kinds
-@pytest.mark.parametrize(
-    "cuts",
-    [
-        [0, 1, 3, 5, 300],
-        [0, 2, 4, 299, 300],
-        [0, 63, 65, 127, 129, 300],
-        [0, 64, 126, 128, 300],
-        [0, 191, 193, 255, 257, 300],
-        [0, 64, 128, 192, 256, 300],
-        [0, 127, 254, 300],
-    ],
-    ids=str,
-)
-def test_g16_cuts_at_the_edges_of_pages_windows_and_entries(cuts: list[int], kind: LayerKind) -> None:
-    whole = StepFixture(
-        kind=kind,
-        requests=[(0, 300)],
-        geometry=REAL_WINDOW,
-        swa_block_size=64,
-        compressed_block_tokens=256,
-        topk="holes",
-    )
-
-    check_in_steps(whole, [cuts], "gathered-dense", "paged-ragged")
-
-
-@pytest.mark.in_turn
-@all_forms
-@all_kinds
-def test_g16_token_by_token_equals_one_prefill(kind: LayerKind, form: str) -> None:
-    whole = StepFixture(
-        kind=kind, requests=[(0, 45)], geometry=TINY, layout=layouts(TINY)["fp32"], q_dtype=torch.float32
-    )
-    whole.check(REFERENCE_FORMS[form])
-
-    check_in_steps(whole, [range(46)], form)
 
 
 # chunks within a step

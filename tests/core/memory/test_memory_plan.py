@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import attrs
 import pytest
@@ -243,6 +244,24 @@ def test_g11_canaries_survive_random_problems(kind: LayerKind, form: str) -> Non
             problem.run(backend, problem.workspace(backend, debug=True))
 
 
+def into(problem: ForwardArgs, backend: Backend, workspace: WorkspaceManager, *, with_lse: bool) -> Callable[[], None]:
+    """A call of `forward_mqa` whose results have their memory already."""
+    return partial(
+        forward_mqa,
+        problem.q,
+        problem.caches,
+        problem.metadata,
+        backend,
+        workspace,
+        torch.empty_like(problem.q),
+        layer=problem.layer,
+        limits=problem.limits,
+        attn_sink=problem.attn_sink,
+        topk_indices=problem.topk_indices,
+        lse=torch.empty(problem.q.shape[:2]) if with_lse else None,
+    )
+
+
 def peak_temporaries(call: Callable[[], None]) -> int:
     """Most bytes that torch's allocator held at any moment beyond those it held before the call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -285,27 +304,7 @@ def test_g11_temporaries_stay_within_the_plan(
         case = Case.draw(rng, kind, backend)
         problem = case.problem()
         workspace = problem.workspace(backend, debug=False)
-        out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:2])
-
-        def call(
-            problem: ForwardArgs = problem,
-            workspace: WorkspaceManager = workspace,
-            out: Tensor = out,
-            lse: Tensor = lse,
-        ) -> None:
-            forward_mqa(
-                problem.q,
-                problem.caches,
-                problem.metadata,
-                backend,
-                workspace,
-                out,
-                layer=problem.layer,
-                limits=problem.limits,
-                attn_sink=problem.attn_sink,
-                topk_indices=problem.topk_indices,
-                lse=lse,
-            )
+        call = into(problem, backend, workspace, with_lse=True)
 
         assert peak_temporaries(call) <= plan_of(problem, backend).transient_bytes
 
@@ -326,24 +325,9 @@ def test_g11_real_dims_stay_within_the_plan(kind: LayerKind) -> None:
     )
     backend = REFERENCE_FORMS["gathered-dense"]
     problem = scenario.problem(backend, limits=Limits(1, 600, 5000))
-    plan, out = plan_of(problem, backend), torch.empty_like(problem.q)
-    workspace = RecordingWorkspace(plan)
+    plan = plan_of(problem, backend)
 
-    def call() -> None:
-        forward_mqa(
-            problem.q,
-            problem.caches,
-            problem.metadata,
-            backend,
-            workspace,
-            out,
-            layer=problem.layer,
-            limits=problem.limits,
-            attn_sink=problem.attn_sink,
-            topk_indices=problem.topk_indices,
-        )
-
-    peak = peak_temporaries(call)
+    peak = peak_temporaries(into(problem, backend, RecordingWorkspace(plan), with_lse=False))
     assert plan.transient_bytes / 4 < peak <= plan.transient_bytes
 
 

@@ -18,18 +18,13 @@ from hypothesis import strategies as st
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Rope, Yarn
 from dsv4attn.core.model.rope import cos_sin_cache, inverse_frequencies
 from dsv4attn.errors import GeometryError
+from tests.core.model.test_geometry import FLASH_RATIOS as RATIOS
+from tests.core.model.test_geometry import released
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 
 SWA, C4A, C128A = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-RATIOS: list[int] = [0, 0, *[4, 128] * 20, 4]
-SCALING: dict[str, Any] = {
-    "type": "yarn",
-    "factor": 16,
-    "original_max_position_embeddings": 65536,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
+SCALING: dict[str, Any] = released()["rope_scaling"]
 """As in the released config.json, and as transformers spells it:"""
 YARN: dict[str, Any] = {**{key: value for key, value in SCALING.items() if key != "type"}, "rope_type": "yarn"}
 PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -37,32 +32,13 @@ MAIN: dict[str, Any] = {**PLAIN, "partial_rotary_factor": 0.125}
 COMPRESS: dict[str, Any] = {**YARN, "rope_theta": 160000.0, "partial_rotary_factor": 0.125, "attention_factor": 1.0}
 LAYERS: dict[str, Any] = {SWA: PLAIN, C4A: {**YARN, "rope_theta": 160000.0}, C128A: {**YARN, "rope_theta": 160000.0}}
 RELEASED: dict[str, Any] = {
+    **released(),
     "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "hidden_size": 4096,
     "moe_intermediate_size": 2048,
     "n_routed_experts": 256,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 1024,
-    "o_groups": 8,
-    "o_lora_rank": 1024,
-    "sliding_window": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
     "hc_mult": 4,
     "hc_eps": 1e-6,
     "hc_sinkhorn_iters": 20,
-    "compress_ratios": [*RATIOS, 0],
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1_048_576,
-    "rope_theta": 10000,
-    "compress_rope_theta": 160000,
-    "rope_scaling": SCALING,
 }
 OTHER_FIELDS: dict[str, Any] = json.loads("""{
     "vocab_size": 129280, "n_shared_experts": 1, "num_experts_per_tok": 6, "num_hash_layers": 3, "swiglu_limit": 10.0,

@@ -94,11 +94,6 @@ class NeighboursTable(ReferenceBackend):
         super().dequantize_and_gather_k_cache(out, cache, seq_lens, lens, table.roll(1, 0), offset)
 
 
-class EntriesNotStored(ReferenceBackend):
-    def quantize_and_insert_k_cache(self, *_: Any) -> None:
-        pass
-
-
 class ScalesOfTheNextRecord(ReferenceBackend):
     """Scales are addressed with an offset of one record."""
 

@@ -178,10 +178,6 @@ def test_a_prepared_call_launches_for_other_tensors_what_is_launched_for_them_al
     assert Recorded.noted == alone
 
 
-def ints(dtype: torch.dtype) -> DenseIndices:
-    return DenseIndices(torch.zeros(2, 8, dtype=dtype), torch.zeros(2, dtype=INT))
-
-
 FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"attn_sink": torch.zeros(4)}),
     ({"attn_sink": torch.zeros(4)}, {"attn_sink": torch.zeros(4).bfloat16()}),

@@ -20,13 +20,11 @@ from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import FEW_HEADS, FewHeadsSizes, few_heads_sizes_of
 from dsv4attn.core.contract.backend import Phase
-from dsv4attn.testing.kit.oracle_cache import place_of
 from tests.backends._triton.attention.attention_trials import OCP, Trial
 from tests.backends._triton.triton_backends import planned
 from tests.backends.sm90.attention.mutants import plant
 from tests.backends.sm90.attention.test_attention import BASE, CODED, WITHIN
-from tests.backends.sm90.calls import Result, check_rows_without_keys, measured_lines, run
-from tests.harness import same_bits, storage_of
+from tests.backends.sm90.calls import Result, check_a_scale_of_nan, check_rows_without_keys, measured_lines, run, served
 
 UNITS = 132
 SIZES = [FewHeadsSizes(columns, tiles) for columns in (8, 16) for tiles in (0, 1, 3)]
@@ -88,30 +86,8 @@ def test_rows_without_keys_are_told_as_the_call_wants_it(
 
 @pytest.mark.parametrize("tiles", [0, 1])
 def test_a_scale_of_nan_makes_the_rows_of_its_key_nan(tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = FewHeadsSizes(8, tiles)
     trial = evolve(BASE, widths=(70, 70), tokens=7, pages=(5, 53), seed=52)
-    cache, _, slots, lens = trial.segments[1]
-    listed = [row[: max(n, 0)] for row, n in zip(slots, lens, strict=True)]
-    slot = next(int(n) for row in listed for n in row if 0 <= n < cache.capacity)
-    rows = [slot in row for row in listed]
-    clean = attended(trial, sizes, monkeypatch).call.out.cpu()
-    block, offset = divmod(slot, cache.block_size)
-    scales = place_of(cache.layout, offset, cache.block_size)[cache.layout.data_bytes :]
-    storage_of(cache.tensor)[cache.tensor.storage_offset() + block * cache.page_stride + int(scales[4])] = 0xFF
-
-    out = attended(trial, sizes, monkeypatch).call.out.cpu()
-
-    assert any(rows)
-    assert not all(rows)
-    for row, spoilt in enumerate(rows):
-        assert out[row].isnan().all() if spoilt else same_bits(out[row], clean[row])
-
-
-def served(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> set[str]:
-    """Kernels that a call launches."""
-    with observed() as seen:
-        run(trial, phase, backend)
-    return {"gluon" if "BT" in dict(variant.constants) else variant.name for variant in seen}
+    check_a_scale_of_nan(trial, 1, 4, lambda trial: attended(trial, FewHeadsSizes(8, tiles), monkeypatch))
 
 
 def test_which_kernel_serves_a_call() -> None:

@@ -24,14 +24,12 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, run_case
-from dsv4attn.testing.kit.oracle_cache import place_of
 from tests.backends._triton.attention.attention_trials import FNUZ, OCP, Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.triton_backends import planned
 from tests.backends.sm90.attention.mutants import plant
 from tests.backends.sm90.attention.test_attention import BASE, CODED, NIBBLES, PARTS, ROW, SCALES_LAST, WITHIN
-from tests.backends.sm90.calls import Result, check_rows_without_keys, measured_lines, run
-from tests.harness import same_bits, storage_of
+from tests.backends.sm90.calls import Result, check_a_scale_of_nan, check_rows_without_keys, measured_lines, run, served
 
 UNITS = 132
 LONG = evolve(BASE, widths=(100, 640), tokens=1, seed=31)
@@ -128,30 +126,7 @@ def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: fl
 @pytest.mark.parametrize("layouts", LAYOUTS[4:], ids=lambda pair: f"{pair[1].name} {pair[1].arrangement.value}")
 def test_a_scale_of_nan_makes_the_rows_of_its_key_nan(layouts: Sequence[KVCacheLayout], segment: int) -> None:
     trial = evolve(BASE, layouts=layouts, widths=(70, 70), tokens=7, pages=(5, 53), seed=52)
-    cache, _, slots, lens = trial.segments[segment]
-    listed = [row[: max(n, 0)] for row, n in zip(slots, lens, strict=True)]
-    slot = next(int(n) for row in listed for n in row if 0 <= n < cache.capacity)
-    rows = [slot in row for row in listed]
-    clean = run(trial, backend=Sm90Backend()).call.out.cpu()
-    block, offset = divmod(slot, cache.block_size)
-    scales = place_of(cache.layout, offset, cache.block_size)[cache.layout.data_bytes :]
-    at = cache.tensor.storage_offset() + block * cache.page_stride + int(scales[14])
-    storage_of(cache.tensor)[at] = 0x7F if cache.layout.name == "v41_fp4" else 0xFF
-
-    out = run(trial, backend=Sm90Backend()).call.out.cpu()
-
-    assert any(rows)
-    assert not all(rows)
-    for row, spoilt in enumerate(rows):
-        assert out[row].isnan().all() if spoilt else same_bits(out[row], clean[row])
-
-
-def served(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> set[str]:
-    """Kernels that a call launches."""
-    with observed() as seen:
-        run(trial, phase, backend)
-    # the Gluon kernel and the shared one have the same name, and other constants
-    return {"gluon" if "BT" in dict(variant.constants) else variant.name for variant in seen}
+    check_a_scale_of_nan(trial, segment, 14, lambda trial: run(trial, backend=Sm90Backend()))
 
 
 @pytest.mark.matrix
