@@ -9,8 +9,13 @@ import pytest
 
 from dsv4attn.core.contract import device
 from dsv4attn.tools.cli import installation
+from tests.backends.built_in import class_of, triton_backends
 from tests.tools.cli.machine import Machine, imported
 from tests.vendor_wheel import VendorWheels
+
+# imported before a machine takes TRITON_INTERPRET away: kernels of some modules would be interpreted, others not
+for name in triton_backends():
+    class_of(name)
 
 
 @pytest.fixture

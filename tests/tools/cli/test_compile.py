@@ -24,13 +24,10 @@ from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.core.contract.problem import Reason
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.tools.cli import main, progress
-from tests.backends.built_in import class_of, infos, triton_backends
+from tests.backends.built_in import infos, triton_backends
 from tests.forked_programs import run_forked
 from tests.tools.cli.machine import Machine
 
-# their modules too: other tests would get kernels that no command interprets
-for backend_name in triton_backends():
-    class_of(backend_name)
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = """
 from attrs import evolve
