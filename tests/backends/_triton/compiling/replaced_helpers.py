@@ -126,10 +126,10 @@ def read(paths: Iterable[str]) -> dict[str, Any]:
 
 
 def constants_in_order_of_addresses(function: Any) -> list[str]:
-    """Constants that two modules have with other values. In Triton 3.6 their order in a key is that of the modules."""
-    seen, found = dict[str, Any](), list[str]()
+    """Constants that two modules write otherwise, also 1 and True. In Triton 3.6 addresses order the two in a key."""
+    seen, found = dict[str, str](), list[str]()
     for (name, _), (value, _) in function.used_global_vals.items():
-        if isinstance(value, tl.constexpr) and seen.setdefault(name, value.value) != value.value:
+        if isinstance(value, tl.constexpr) and seen.setdefault(name, repr(value)) != repr(value):
             found.append(name)
     return found
 

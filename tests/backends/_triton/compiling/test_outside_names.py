@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents_of_few
 
-FEW_ROWS = tl.constexpr(17)
+FEW_ROWS = tl.constexpr(16.0)
 
 
 @triton.jit
