@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# In Triton 3.6 the same kernel may have another key in each process, and is compiled again.
+# In Triton 3.6 the same kernel may have one of two keys in each process, and is compiled again.
 #
 # Expectation: Triton's disk cache finds a kernel that another process has compiled from the same files: its key is a hash
 #   of sources, constants and versions.
 # Behaviour: the key also has the constexpr globals of the kernel and of all functions that it calls. Where two modules have
-#   a constexpr of the same name, 3.6 orders the two by the addresses of the modules' dictionaries, and then hashes only
-#   names and values. So the kernel has two keys, and the order in which a program happens to allocate its modules
-#   decides. Nothing says so. 3.9 orders them by name and value, and has one key.
+#   a constexpr of the same name and different values, 3.6 orders the two by the addresses of the modules' dictionaries,
+#   and then hashes only names and values. So the kernel has two keys, and the order in which a program happens to
+#   allocate its modules decides. Nothing says so. 3.9 orders them by name and value, and has one key.
 # Who is hurt: whoever compiles kernels ahead, into a container image or a shared cache. A server that imports more than the
-#   program that compiled looks for another key, and compiles the kernel at its start or in its first request.
+#   program that compiled may look for another key, and compiles the kernel at its start or in its first request.
 # Versions: triton 3.6.0 and 3.9.0. Seen on 2026-11-29 with Python 3.11, without a GPU
 set -euo pipefail
 folder=$(mktemp -d)

@@ -4,8 +4,9 @@ The engines hold a model with the sizes of DeepSeek-V4-Flash and fewer layers an
 that are equal in all, and decode in captured graphs. SGLang spreads tokens over experts evenly. Each engine is a
 process on the same GPUs, and they serve the same requests one after the other. Decodes begin after all prompts.
 
-`--engines dsv4attn,sglang` measures dsv4attn with the parts that it takes by default, beside SGLang with its own
-attention, to which all ratios are. `dsv4attn:all` is dsv4attn with the parts (DSV4ATTN_SGLANG_PARTS) after the colon.
+By default dsv4attn, with the parts that it takes by itself, is measured beside SGLang with its own attention, to which
+all ratios are. `--engine`, once for each engine, names others: `dsv4attn:all` is dsv4attn with the parts
+(DSV4ATTN_SGLANG_PARTS) after the colon.
 
 - first token: seconds until each request has one token.
 
@@ -26,6 +27,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -43,6 +45,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[2] / "dsv4attn-vllm" / "tests")]
 
 OF_SGLANG = "sglang"
+ENGINES = [OF_SGLANG, "dsv4attn", *(f"dsv4attn:{parts}" for parts in ("all", "none", "indexer", "gather"))]
 LAYERS = "swa c4a c128a c4a c128a c4a c128a c4a c128a c4a"
 KINDS = {
     "swa": "sliding_attention",
@@ -57,6 +60,8 @@ FIGURES = {
 """Figures of a case: the head of the column, and how many decimals are shown."""
 PROFILED = 8
 """Steps of a profile, at most."""
+REQUESTS = 256
+"""Most requests of a case."""
 
 
 def write_model(folder: Path, kinds: list[str], experts: int) -> None:
@@ -89,8 +94,7 @@ def write_model(folder: Path, kinds: list[str], experts: int) -> None:
 def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
     """What an engine's process does: serve each (prompts, tokens, profile) that arrives, and send the seconds.
 
-    profile: a folder for traces, or None. The process ends when the other end of the link is closed, also by an error
-    of the measurement, which waits for it.
+    profile: a folder for traces, or None. The process ends when the other end of the link is closed.
     """
     os.environ.update(environment)
     with open(log, "w") as file:  # noqa: PTH123 - a path that travels as text
@@ -118,7 +122,7 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
 
 
 def started(name: str, options: dict[str, Any], folder: Path) -> Connection:
-    """Start an engine's process: its link. It sends None when it is ready. name: see the module."""
+    """Start an engine's process, which ends with the command: its link. It sends None when it is ready."""
     environment = {
         "DSV4ATTN_SGLANG": str(int(name != OF_SGLANG)),
         "DSV4ATTN_SGLANG_PARTS": name.partition(":")[2] or "auto",
@@ -128,9 +132,29 @@ def started(name: str, options: dict[str, Any], folder: Path) -> Connection:
     }
     link, theirs = multiprocessing.Pipe()
     arguments = theirs, str(folder / f"{name}.log"), environment, options
-    multiprocessing.get_context("spawn").Process(target=serve, args=arguments).start()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
+    process.start()
     theirs.close()
+
+    def end() -> None:
+        link.close()
+        process.join(10)
+        process.terminate()
+
+    click.get_current_context().call_on_close(end)
     return link
+
+
+def wait_for(links: dict[str, Connection], seconds: float, folder: Path) -> None:
+    """Wait until all engines are ready, so many seconds at most."""
+    limit = time.monotonic() + seconds
+    for name, link in links.items():
+        try:
+            if not link.poll(max(0.0, limit - time.monotonic())):
+                raise click.ClickException(f"{name}: not ready after {seconds:.0f} s, see {folder / name}.log")
+            link.recv()
+        except EOFError as error:
+            raise click.ClickException(f"{name}: did not start, see {folder / name}.log") from error
 
 
 def seconds_of(link: Connection, prompts: list[list[int]], tokens: int, profile: str | None = None) -> float:
@@ -168,7 +192,8 @@ def profiled(links: dict[str, Connection], count: int, length: int, folder: Path
         of_engine = folder / f"{count}x{length}" / name
         of_engine.mkdir(parents=True)
         seconds_of(link, prompts_of(count, length, 0), 2 * PROFILED, str(of_engine))
-        for trace in of_engine.glob("*.trace.json.gz"):
+        # of several ranks, the first
+        for trace in of_engine.glob("*-TP-0-*.trace.json.gz"):
             stage = trace.name.removesuffix(".trace.json.gz").rpartition("-")[2].lower()
             with gzip.open(trace) as file:
                 (of_engine / f"{stage}.txt").write_text(kernels_of(json.load(file)["traceEvents"]))
@@ -177,7 +202,8 @@ def profiled(links: dict[str, Connection], count: int, length: int, folder: Path
 def kernels_of(events: list[dict[str, Any]]) -> str:
     """How long the device worked, and on which kernels: a line each of microseconds, launches and the name, in all."""
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    span = max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)
+    ends = max((e["ts"] + e["dur"] for e in kernels), default=0)
+    span = ends - min((e["ts"] for e in kernels), default=0)
     times, launches = Counter[str](), Counter[str]()
     for kernel in kernels:
         times[kernel["name"]] += kernel["dur"]
@@ -206,30 +232,79 @@ def table_of(report: dict[str, Any]) -> Table:
     return table
 
 
+def cases_of(_: click.Context, __: click.Parameter, text: str) -> list[tuple[int, int]]:
+    """(requests, tokens of a prompt) of each case of "8x1024,64x1024"."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", case.strip()) for case in text.split(",")]
+    shapes = [(int(case[1]), int(case[2])) for case in found if case]
+    if len({*shapes}) < len(found) or any(requests > REQUESTS for requests, _ in shapes):
+        expected = f"different cases such as 8x1024, of at most {REQUESTS} requests"
+        raise click.BadParameter(f"expected {expected}, got {text!r}")
+    return shapes
+
+
+def kinds_of(_: click.Context, __: click.Parameter, text: str) -> list[str]:
+    """Kinds of layers."""
+    kinds = text.split()
+    if not kinds or not {*kinds} <= KINDS.keys():
+        raise click.BadParameter(f"expected some of {', '.join(KINDS)}, with spaces between them, got {text!r}")
+    return kinds
+
+
+def object_of(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"expected a JSON object, got {text!r}")
+    return found
+
+
+def new_folder(_: click.Context, __: click.Parameter, folder: Path | None) -> Path | None:
+    """A folder that does not exist yet."""
+    if folder and folder.exists():
+        raise click.BadParameter(f"expected a folder that does not exist yet, got {folder}")
+    return folder
+
+
 @click.command(help=__doc__)
-@click.option("--layers", default=LAYERS, show_default=True, help="kinds of layers, with spaces between them")
-@click.option("--experts", default=32, show_default=True, help="in a layer")
-@click.option("--cases", default="8x1024,64x1024,256x1024,8x8192", show_default=True, help="REQUESTSxTOKENS")
+@click.option("--layers", default=LAYERS, show_default=True, callback=kinds_of, help="kinds, with spaces between them")
+@click.option("--experts", type=click.IntRange(6), default=32, show_default=True, help="in a layer")
+@click.option(
+    "--cases",
+    default="8x1024,64x1024,256x1024,8x8192",
+    show_default=True,
+    callback=cases_of,
+    help="REQUESTSxTOKENS, with commas between them",
+)
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="that each request generates")
 @click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="counted turns of each engine")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
-@click.option("--engines", default="dsv4attn,sglang", show_default=True, help="see above")
-@click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
-@click.option("--options", "more", default="{}", help="of SGLang's Engine, more for all engines, as JSON")
-@click.option("--folder", type=Path, help="for logs")
-@click.option("--profile", type=Path, help="folder for profiles of each engine in each case")
-@click.option("--json", "out", type=Path, help="file for the results")
+@click.option("--engine", "engines", type=click.Choice(ENGINES), multiple=True, help="to measure, see above")
+@click.option("--start-limit", default=400.0, show_default=True, help="seconds that all engines may take to start")
+@click.option(
+    "--options", "more", default="{}", callback=object_of, help="of SGLang's Engine, more for all engines, as JSON"
+)
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="for logs")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    callback=new_folder,
+    help="new folder for profiles of each engine in each case",
+)
+@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="file for the results")
 def main(
     *,
-    layers: str,
+    layers: list[str],
     experts: int,
-    cases: str,
+    cases: list[tuple[int, int]],
     tokens: int,
     turns: int,
     gpus: int,
-    engines: str,
+    engines: tuple[str, ...],
     start_limit: float,
-    more: str,
+    more: dict[str, Any],
     folder: Path | None,
     profile: Path | None,
     out: Path | None,
@@ -237,11 +312,10 @@ def main(
     """See the module."""
     import torch
 
-    kinds, shapes = layers.split(), [tuple(map(int, case.split("x"))) for case in cases.split(",")]
     folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-sglang-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs: {folder}", file=sys.stderr, flush=True)
-    write_model(folder / "model", kinds, experts)
+    write_model(folder / "model", layers, experts)
     options = {
         "model_path": str(folder / "model"),
         "skip_tokenizer_init": True,
@@ -249,7 +323,7 @@ def main(
         "dtype": "bfloat16",
         "tp_size": gpus,
         "context_length": 16384,
-        "max_running_requests": 256,
+        "max_running_requests": REQUESTS,
         "max_total_tokens": 2**19,
         "swa_full_tokens_ratio": 0.6,
         # the engines share the GPU: the number of tokens limits the caches
@@ -259,44 +333,37 @@ def main(
         "cuda_graph_bs_decode": [1, 8, 64, 256],
         "cuda_graph_backend_prefill": "disabled",
         "random_seed": 0,
-        **json.loads(more),
+        **more,
     }
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "layers": kinds,
+        "layers": layers,
         "experts": experts,
         "tokens": tokens,
         "turns": turns,
         "gpus": gpus,
-        "options": json.loads(more),
+        "options": more,
         "cases": [],
     }
-    hold = click.get_current_context().with_resource
-    links = {name: hold(started(name, options, folder)) for name in engines.split(",")}
-    for name, link in [*links.items()]:
-        try:
-            if not link.poll(start_limit):
-                raise click.ClickException(f"{name}: not ready after {start_limit:.0f} s, see {folder / name}.log")
-            link.recv()
-        except EOFError:
-            print(f"{name}: did not start, see {folder / name}.log", file=sys.stderr, flush=True)
-            del links[name]
-    if not links:
-        raise click.ClickException("no engine started")
-    for count, length in shapes:
-        try:
+    if out:
+        # an error now, not after the first case
+        out.write_text(json.dumps(report) + "\n")
+    links = {name: started(name, options, folder) for name in dict.fromkeys(engines or ("dsv4attn", OF_SGLANG))}
+    wait_for(links, start_limit, folder)
+    try:
+        for count, length in cases:
             figures = measured(links, count, length, tokens, turns)
-        except (EOFError, OSError) as error:
-            raise click.ClickException(f"{count}x{length}: an engine ended, see {folder}") from error
-        report["cases"].append({"requests": count, "prompt": length, "figures": figures})
-        print(json.dumps(report["cases"][-1]), file=sys.stderr, flush=True)
-        if out:
-            out.write_text(json.dumps(report, indent=1) + "\n")
-    for count, length in shapes if profile else ():
-        profiled(links, count, length, profile)
-    Console(width=160).print(table_of(report))
+            report["cases"].append({"requests": count, "prompt": length, "figures": figures})
+            print(json.dumps(report["cases"][-1]), file=sys.stderr, flush=True)
+            if out:
+                out.write_text(json.dumps(report, indent=1) + "\n")
+        Console(width=160).print(table_of(report))
+        for count, length in cases if profile else ():
+            profiled(links, count, length, profile)
+    except (EOFError, OSError) as error:
+        raise click.ClickException(f"an engine ended, see the logs in {folder}") from error
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_g18_after_warm_up_nothing_compiles(facts: dict[str, Any], name: str, fo
     assert warmed["again"] == warmed["inside"] == []
     assert warmed["launched"] == forms + 1
     (line,), (beside,) = warmed["log"], warmed["beside"]
-    assert f"acme is warm: {2 * forms} kernels on xpu, of which " in line
+    assert f"acme is warm: {2 * forms} kernels on xpu, of which {forms} were compiled now (rows) in 1 process, " in line
     assert ", of which 0 were compiled now, " in beside
 
 
