@@ -22,7 +22,7 @@ from dsv4attn.testing.kit.factories import flash, layout, normal
 from dsv4attn.testing.kit.oracle_cache import OracleCache
 from dsv4attn.testing.kit.single_call import IndexLists, SingleCall
 from dsv4attn.testing.kit.strided import bits
-from dsv4attn.testing.kit.tolerances import F64, U8, hold_equal, worst_error, written
+from dsv4attn.testing.kit.tolerances import F64, U8, as_f64, hold_equal, worst_error, written
 from dsv4attn.testing.oracle.attention import pack_e2m1
 
 SCALES = range(10, 246)
@@ -138,7 +138,7 @@ def reads_every_code(bench: Bench, codes: EveryCode) -> Measure:
     if codes.phase is Phase.PREFILL and bench.backend.capabilities.prefill_keys is KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads gathered rows in prefill")
     out, _ = codes.run(attrs.evolve(bench, lse=False))
-    read = out.double().cpu().numpy()
+    read = as_f64(out)
     written_values = codes.oracle_caches[0].values[: codes.rows, None]
     sizes = np.abs(written_values)
     with np.errstate(invalid="ignore"):

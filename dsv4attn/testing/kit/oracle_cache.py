@@ -131,10 +131,12 @@ class OracleCache:
     values: F64
 
     @classmethod
-    def blank(cls, layout: KVCacheLayout, blocks: int, placement: PagePlacement, device: str) -> OracleCache:
-        """A cache without records."""
+    def blank(
+        cls, layout: KVCacheLayout, blocks: int, placement: PagePlacement, device: str, fill: int = UNWRITTEN
+    ) -> OracleCache:
+        """A cache without records, filled with a byte."""
         values = np.full((blocks * placement.block_size, layout.head_dim), math.nan)
-        return cls(placement.memory(layout, blocks, device), placement, values)
+        return cls(placement.memory(layout, blocks, device, fill), placement, values)
 
     def write(self, slots: Sequence[int] | NDArray[np.int64], rows: F64) -> OracleCache:
         """Write rows [n, D] to slots."""
@@ -154,15 +156,20 @@ class OracleCache:
         self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8], values: Sequence[F64]
     ) -> OracleCache:
         pages = self.pages()
-        size = self.placement.block_size
-        blocks = sorted({int(slot) // size for slot in slots})
+        blocks = sorted({self.place(slot)[0] for slot in slots})
         bytes_of = dict(zip(blocks, pages[blocks].cpu().numpy(), strict=True))
         for slot, record, value in zip(slots, records, values, strict=True):
-            bytes_of[int(slot) // size][place_of(self.cache.layout, int(slot) % size, size)] = record
+            block, place = self.place(slot)
+            bytes_of[block][place] = record
             self.values[int(slot)] = value
         for block, page in bytes_of.items():
             pages[block] = torch.from_numpy(page).to(pages.device)
         return self
+
+    def place(self, slot: int | np.int64) -> tuple[int, NDArray[np.int64]]:
+        """Page and bytes of the record in a slot: an index of `bytes`."""
+        page, offset = divmod(int(slot), self.placement.block_size)
+        return page, place_of(self.cache.layout, offset, self.placement.block_size)
 
     def pages(self, gap: int = 0) -> Tensor:
         """`body` of the cache."""

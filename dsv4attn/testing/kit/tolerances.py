@@ -129,6 +129,11 @@ def read_row(record: U8, layout: KVCacheLayout) -> F64:
     return readers[layout.name]()
 
 
+def as_f64(tensor: Tensor) -> F64:
+    """Values of a tensor on the host."""
+    return np.asarray(tensor.double().cpu().numpy())
+
+
 def floats(data: U8, dtype: torch.dtype) -> F64:
     """Little-endian bf16 or fp32 values of some bytes."""
     data = np.ascontiguousarray(data)
@@ -182,7 +187,7 @@ class Expected:
 
     def described(self, out: Tensor, lse: Tensor | None, row: int, head: int, budget: float) -> str:
         """How out and lse of a row and head differ from the expected ones: the worst dim, and errors in budgets."""
-        values, expected = out[row, head].double().cpu().numpy(), self.out[row, head]
+        values, expected = as_f64(out[row, head]), self.out[row, head]
         lse_text = "not asked for" if lse is None else shown(lse[row, head].item(), 7)
         alone = Expected(self.out[[row]], self.lse[[row]], self.mass[[row]])
         parts = alone._parts(out[row : row + 1], None if lse is None else lse[row : row + 1])
@@ -199,6 +204,30 @@ class Expected:
             f"{said}; out of dim {dim} is {shown(values[dim], 6)}, expected {expected[dim]:.6g}; "
             f"lse {lse_text}, expected {self.lse[row, head]:.7g}"
         )
+
+    def verdict(
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        budget: float,
+        layout: KVCacheLayout,
+        place: Callable[[int, int], str],
+        starts: Collection[int] = (),
+    ) -> tuple[float, str]:
+        """The largest error, and a sentence about the row that has it.
+
+        budget: of `errors`.
+        layout: of the keys.
+        place: names a row and head.
+        starts: see `likely_cause`.
+        """
+        errors = self.errors(out, lse)
+        if not errors.size:
+            return 0.0, "no rows"
+        row, head = (int(i) for i in np.unravel_index(errors.argmax(), errors.shape))
+        wrong = f"{(errors > budget).any(1).sum()} of {len(errors)} rows are wrong"
+        cause = self.cause(out, lse, errors, budget, layout, starts)
+        return float(errors.max()), f"{place(row, head)}: {self.described(out, lse, row, head, budget)}; {wrong}{cause}"
 
     def cause(
         self,
@@ -221,15 +250,15 @@ class Expected:
         alone = Expected(self.out, self.lse, np.full_like(self.mass, np.inf))  # errors of the lse only
         lse_is_right = lse is not None and bool((alone.errors(out.nan_to_num(), lse) <= budget).all())
         coded_dims = layout.nope_dim if layout.fp8_format and layout.plain_dims else 0
-        values = out.double().cpu().numpy()
+        values = as_f64(out)
         said = likely_cause(values, self.out, wrong, lse_is_right=lse_is_right, starts=starts, coded_dims=coded_dims)
         return said and f"; {said}"
 
     def _parts(self, out: Tensor, lse: Tensor | None) -> tuple[F64, F64]:
         """[T', H] errors of out and of lse, as in `errors`, but with NaN."""
         with np.errstate(invalid="ignore"):
-            distance = np.linalg.norm(out.double().cpu().numpy() - self.out, axis=-1) / (self.mass + LEAST_MASS)
-            lses = self.lse if lse is None else lse.double().cpu().numpy()
+            distance = np.linalg.norm(as_f64(out) - self.out, axis=-1) / (self.mass + LEAST_MASS)
+            lses = self.lse if lse is None else as_f64(lse)
             shift = np.abs(lses - self.lse)
         both_empty = np.isneginf(self.lse) & np.isneginf(lses)
         return distance, np.where(both_empty, 0.0, shift)
@@ -312,7 +341,7 @@ def worst_error(errors: F64) -> tuple[float, tuple[int, ...]]:
 
 def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]], str]) -> Measure:
     """Compare values with expected ones, bit for bit but for NaN and the sign of 0. Raises Wrong, naming the first."""
-    actual = values.double().cpu().numpy()
+    actual = as_f64(values)
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
     if not same.all():
         place = tuple(int(axis[0]) for axis in (~same).nonzero())
@@ -322,16 +351,14 @@ def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]],
     return Measure()
 
 
-def hold_values(
-    result: Tensor | F64, formula: Formula, dtype: torch.dtype, where: Callable[[tuple[int, ...]], str]
-) -> Measure:
-    """Compare values with those of a formula, rounded to a dtype. Raises Wrong, naming the worst value.
+def hold_values(result: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) -> Measure:
+    """Compare values with those of a formula, rounded to a dtype. Raises Wrong, naming the worst value of `what`.
 
     Returns the smallest error before the rounding that explains the value found, relative to the budget.
     """
-    values = result.double().cpu().numpy() if isinstance(result, Tensor) else np.asarray(result)
+    values = as_f64(result) if isinstance(result, Tensor) else np.asarray(result)
     if values.shape != formula.value.shape:
-        raise Wrong(f"{where(())}: shape {list(values.shape)}, expected {list(formula.value.shape)}")
+        raise Wrong(f"{what}: shape {list(values.shape)}, expected {list(formula.value.shape)}")
     expected, budget = formula.value, formula.error + UNIT * np.abs(formula.value) + TINY
     distance = np.abs(values - expected)
     if dtype == torch.bfloat16:
@@ -344,7 +371,7 @@ def hold_values(
     if not distance.size:
         return Measure(0.0, 1.0)
     error, place = worst_error(distance / budget)
-    said = f"{where(place)}: {shown(values[place], 8)}, expected {expected[place]:.8g}"
+    said = f"{what}, {list(place)}: {shown(values[place], 8)}, expected {expected[place]:.8g}"
     said += "" if np.isnan(values[place]) else f", {error:.3g} budgets off"
     return Measure(error, 1.0).hold(said)
 
@@ -419,7 +446,7 @@ class CodeRule:
 def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str) -> Measure:
     """Compare the bytes of a record, data and then scales, with the row that it is to hold. Raises Wrong."""
     if not layout.is_quantised:
-        return _hold_rounded(floats(record, layout.dtype), formula, layout.dtype, where)
+        return hold_values(floats(record, layout.dtype), formula, layout.dtype, where)
     nope, packed, scales = layout.nope_dim, layout.nope_dim * layout.code_bits // 8, record[layout.data_bytes :]
     codes = record[:packed] if layout.fp8_format else oracle.unpack_e2m1(record[:packed])
     if layout.scale_dtype == torch.float32:
@@ -436,8 +463,4 @@ def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str)
     if not layout.rope_dim:
         return Measure()
     tail = Formula(formula.value[nope:], formula.error[nope:])
-    return _hold_rounded(floats(record[packed : layout.data_bytes], torch.bfloat16), tail, torch.bfloat16, where)
-
-
-def _hold_rounded(values: F64, formula: Formula, dtype: torch.dtype, where: str) -> Measure:
-    return hold_values(values, formula, dtype, lambda place: f"{where}, value {place[0] if place else 0}")
+    return hold_values(floats(record[packed : layout.data_bytes], torch.bfloat16), tail, torch.bfloat16, where)
