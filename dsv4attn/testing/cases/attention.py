@@ -20,7 +20,6 @@ from dsv4attn.testing.kit.factories import (
     KINDS,
     PAGE_SIZES,
     CaseInput,
-    flash,
     layout,
     tiny_geometry,
 )
@@ -385,18 +384,14 @@ def _calls(area: Area) -> Iterator[Case]:
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
         if cache == "nvfp4":
             says = f"{of} reads all 16 codes of {cache} under every scale byte exactly"
-        inputs = EveryCode.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
+        inputs = EveryCode.of(phase, cache)
         yield _case(area, f"codes-{cache}-{of}", "C2", says, inputs, reads_every_code)
     for cache in ("ocp", "v41"):
         says = f"{of} reads all 256 codes of {cache} under scale bytes 0 to 9, which no writer of ours emits"
-        inputs = EveryCode.of(phase=phase, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
+        inputs = EveryCode.of(phase, cache, SMALLEST_SCALES)
         yield _case(area, f"codes-{cache}-smallest-{of}", "C2", says, inputs, reads_every_code)
     # many rows, and so few that a backend may have other kernels for them
-    both = "ocp", "v41"
-    for cache, rows, copies, name in (
-        *((cache, 24, 640, "") for cache in both),
-        *((cache, 2, 320, "-few") for cache in both),
-    ):
+    for (rows, copies, name), cache in product(((24, 640, ""), (2, 320, "-few")), ("ocp", "v41")):
         says = f"{of}, {rows} rows of up to {copies} copies: reads keys of {cache} exactly whose columns differ in size"
-        inputs = EveryCode.repeated(rows, copies, phase=phase, geometry=flash("swa"), layout=layout(cache))
+        inputs = EveryCode.repeated(phase, cache, rows, copies)
         yield _case(area, f"codes-{cache}-copies{name}-{of}", "C2 C9", says, inputs, reads_every_code)

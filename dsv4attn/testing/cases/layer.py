@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.testing.case import Area, Bench, Case, Measure, Wrong
+from dsv4attn.testing.case import Area, Case
 from dsv4attn.testing.checks import compressor, selection
 from dsv4attn.testing.checks import hyper_connections as hyper
 from dsv4attn.testing.checks.insert import FAR_POSITIONS
@@ -149,17 +149,6 @@ def mixing(**fields: object) -> hyper.ResidualStreams:
     return hyper.ResidualStreams(**{"geometry": flash("swa"), "layout": layout(cache), **fields})  # type: ignore[arg-type]
 
 
-def scores_through(bench: Bench, inputs: selection.IndexSelection) -> Measure:
-    """The backend quantises the queries, and selects by its own codes and weights."""
-    fields = {"geometry": inputs.geometry, "layout": inputs.layout, "heads": inputs.heads, "device": inputs.device}
-    query = selection.run_queries(bench, selection.IndexQueries(count=len(inputs.tokens), table_rows=4096, **fields))  # type: ignore[arg-type]
-    if error := selection.shape_error(query, inputs.layout, len(inputs.tokens), inputs.heads):
-        raise Wrong(error)
-    return selection.judge_selection(
-        inputs, selection.run_selection(bench, inputs, query), query, bench.layer_ops.sum_bits
-    )
-
-
 def indexer_cases() -> Iterator[Case]:
     """Queries of the indexer, and scores as selection shows them."""
     for name in FORMATS:
@@ -188,7 +177,7 @@ def indexer_cases() -> Iterator[Case]:
         says = f"scores of {name} queries, as the backend makes them, and of {name} keys: the largest ones are selected"
         requests, heads = ((900, 2), (4000, 1)), 64 if name == "fp8" else 8
         keys = selecting(name, whole=False, requests=requests, heads=heads, topk=40)
-        yield _layer(f"scores-{name}", "X3", says, keys, scores_through)
+        yield _layer(f"scores-{name}", "X3", says, keys, selection.scores_through)
 
 
 def norming(**fields: object) -> NormRows:
@@ -333,7 +322,8 @@ def hyper_cases() -> Iterator[Case]:
     says = "there are gaps between rows of the streams, or of the output of a sublayer"
     strided = each_strided("x residual all", hyper.check_fused, hyper.check_head)
     yield _layer("apart-mhc", "H3 H4 A7", says, mixing(), strided)
-    yield _layer("mhc-none", "H1 H2 H3 H4", "no tokens: empty results", mixing(), hyper.check_no_tokens)
+    none = hyper.check_no_tokens(hyper.check_pre, hyper.check_post, hyper.check_fused, hyper.check_head)
+    yield _layer("mhc-none", "H1 H2 H3 H4", "no tokens: empty results", mixing(), none)
 
 
 def step_memory_cases() -> Iterator[Case]:
@@ -374,7 +364,9 @@ def delayed_cases() -> Iterator[Case]:
     says = "there are gaps between rows of the streams, or of the output of a sublayer"
     strided = each_strided("x residual all", hyper.check_fused_delayed, hyper.check_collapse)
     yield _layer("delayed-apart", "V3 V4", says, mixing(), strided)
-    yield _layer("delayed-none", "V1 V2 V3 V4", "no tokens: empty results", mixing(), hyper.check_no_tokens_delayed)
+    of_v41 = hyper.check_first_delayed, hyper.check_pre_delayed, hyper.check_fused_delayed, hyper.check_collapse
+    none = hyper.check_no_tokens(*of_v41)
+    yield _layer("delayed-none", "V1 V2 V3 V4", "no tokens: empty results", mixing(), none)
 
 
 def latent(name: str = "ocp", **fields: object) -> compressor.LatentSteps:

@@ -305,11 +305,11 @@ def _code_cases() -> Iterator[Case]:
         says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
         if cache == "nvfp4":
             says = f"all 16 codes of {cache} under every scale byte are gathered exactly"
-        codes = EveryCode.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
+        codes = EveryCode.of(Phase.PREFILL, cache)
         yield _cache(f"codes-{cache}-gather", "R1 C2", says, codes, gathers_every_code)
     for cache in ("ocp", "v41"):
         says = f"all 256 codes of {cache} under scale bytes 0 to 9, which no writer of ours emits, are gathered exactly"
-        codes = EveryCode.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
+        codes = EveryCode.of(Phase.PREFILL, cache, SMALLEST_SCALES)
         yield _cache(f"codes-{cache}-smallest-gather", "R1 C2", says, codes, gathers_every_code)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.layer_caches import LayerCaches
@@ -315,7 +314,7 @@ def _rows_of(bench: Bench, history: _History, way: Way, *, judge: bool = True) -
     """Rows of the requests, computed in a way, and the verdict on its last step."""
     rows, measure = RowBits(), Measure()
     inputs, caches = history.inputs, history.restored()
-    limits = evolve(inputs.limits, single_phase=way.single_phase or not bench.backend.phases_agree)
+    limits = attrs.evolve(inputs.limits, single_phase=way.single_phase or not bench.backend.phases_agree)
     for step in inputs.in_steps(way.cut, way.only):
         problem = step.problem(bench.backend, caches, limits)
         if way.narrow and problem.topk_indices is not None:

@@ -689,14 +689,13 @@ def _with_padding(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 def _judge_latents(inputs: LatentSteps, latents: Tensor, spans: Sequence[Span]) -> Measure:
-    worst = Measure(0.0, 1.0)
+    measures = [Measure(0.0, 1.0)]
     for row, (request, position) in zip(latents, tokens_of(spans), strict=True):
         if (position + 1) % inputs.ratio == 0:
             number = position // inputs.ratio
-            where = f"latent {number} of request {request}"
-            measure = hold_values(row, inputs.latent(request, number), torch.bfloat16, where)
-            worst = worst_of(worst, measure)
-    return worst
+            what = f"latent {number} of request {request}"
+            measures.append(hold_values(row, inputs.latent(request, number), torch.bfloat16, what))
+    return worst_of(*measures)
 
 
 def _blank(inputs: LatentSteps) -> OracleCache:
@@ -725,17 +724,16 @@ def makes_latents(*cuts: Sequence[int], padded: bool = False) -> Callable[[Bench
     """
 
     def check(bench: Bench, inputs: LatentSteps) -> Measure:
-        worst = Measure(0.0, 1.0)
+        measures = []
         for sizes in ((2**20,), *cuts):
             steps = list(cut_into_steps([(0, length) for length in inputs.lengths], sizes))
             states = _blank(inputs) if inputs.ratio > 1 else None
             for spans in steps:
                 latents = run_latents(bench, inputs, states, spans, padded=padded)
-                measure = _judge_latents(inputs, latents, spans)
-                worst = worst_of(worst, measure)
+                measures.append(_judge_latents(inputs, latents, spans))
             if states is not None:
                 _judge_rings(inputs, states, steps)
-        return worst
+        return worst_of(*measures)
 
     return check
 

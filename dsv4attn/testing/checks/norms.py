@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 import attrs
+import numpy as np
 import torch
 
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
@@ -36,11 +37,8 @@ class NormRows(CaseInput):
     eps: float = 1e-6
 
     def _rows(self, stream: int, dim: int) -> F64:
-        sizes = [SIZES[token % len(SIZES)] for token in range(self.count)]
-        drawn = self.drawn(stream, self.count, dim)
-        for token, size in enumerate(sizes):
-            drawn[token] *= size
-        return rounded(drawn, self.dtype)
+        sizes = np.resize(SIZES, self.count)[:, None]
+        return rounded(sizes * self.drawn(stream, self.count, dim), self.dtype)
 
     @cached_property
     def latents(self) -> F64:
@@ -70,21 +68,19 @@ def _normed(bench: Bench, inputs: NormRows) -> tuple[torch.Tensor, torch.Tensor]
     strided.check()
     for name, result, source in zip(("q", "kv"), results, sources, strict=True):
         if (tuple(result.shape), result.dtype) != (source.shape, inputs.out_dtype):
-            raise Wrong(
-                f"{name}: {list(result.shape)} {result.dtype}, expected {list(source.shape)} {inputs.out_dtype}"
-            )
+            expected = f"{list(source.shape)} {inputs.out_dtype}"
+            raise Wrong(f"{name}: {list(result.shape)} {result.dtype}, expected {expected}")
     return results
 
 
 def normalises(bench: Bench, inputs: NormRows) -> Measure:
     """Both results are those of float64, rounded once."""
-    results, worst = _normed(bench, inputs), Measure(0.0, 1.0)
-    pairs = zip(("q", "kv"), results, (inputs.latents, inputs.keys), inputs.weights, strict=True)
-    for name, result, source, weight in pairs:
+    measures, sources = [], (inputs.latents, inputs.keys)
+    for name, result, source, weight in zip(("q", "kv"), _normed(bench, inputs), sources, inputs.weights, strict=True):
         for token in range(inputs.count):
             formula = Formula.exact(source[token]).normed(weight, inputs.eps)
-            worst = worst_of(worst, hold_values(result[token], formula, inputs.out_dtype, f"{name} of token {token}"))
-    return worst
+            measures.append(hold_values(result[token], formula, inputs.out_dtype, f"{name} of token {token}"))
+    return worst_of(*measures)
 
 
 def norms_no_rows(bench: Bench, inputs: NormRows) -> Measure:

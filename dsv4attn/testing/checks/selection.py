@@ -472,12 +472,11 @@ def judge_selection(inputs: IndexSelection, rows: I64, query: IndexQuery | None 
     query: the backend's own query; None means that of the case input.
     bits: bits that the backend's sums of products keep.
     """
-    worst = Measure() if inputs.whole and query is None else Measure(0.0, 1.0)
+    measures = [Measure() if inputs.whole and query is None else Measure(0.0, 1.0)]
     for token, row in enumerate(rows):
         scores, errors = inputs.scores(token, query, bits)
-        measure = judge_row(row, scores, errors, f"token {token}, which sees {len(scores)} entries")
-        worst = worst_of(worst, measure)
-    return worst
+        measures.append(judge_row(row, scores, errors, f"token {token}, which sees {len(scores)} entries"))
+    return worst_of(*measures)
 
 
 def numbers_in(row: I64, count: int, where: str, *, blocks: bool = False) -> list[int]:
@@ -517,6 +516,15 @@ def judge_row(row: I64, scores: F64, errors: F64, where: str) -> Measure:
 def select_entries(bench: Bench, inputs: IndexSelection) -> Measure:
     """The entries with the largest scores are selected."""
     return judge_selection(inputs, run_selection(bench, inputs, inputs.query()), bits=bench.layer_ops.sum_bits)
+
+
+def scores_through(bench: Bench, inputs: IndexSelection) -> Measure:
+    """The backend quantises the queries, and selects by its own codes and weights."""
+    fields = {"geometry": inputs.geometry, "layout": inputs.layout, "heads": inputs.heads, "device": inputs.device}
+    query = run_queries(bench, IndexQueries(count=len(inputs.tokens), table_rows=4096, **fields))  # type: ignore[arg-type]
+    if error := shape_error(query, inputs.layout, len(inputs.tokens), inputs.heads):
+        raise Wrong(error)
+    return judge_selection(inputs, run_selection(bench, inputs, query), query, bench.layer_ops.sum_bits)
 
 
 PAGE = 64
@@ -612,11 +620,8 @@ def _published(bench: Bench, inputs: CandidateSelection) -> torch.Tensor:
 
 def publishes(bench: Bench, inputs: CandidateSelection) -> Measure:
     """The blocks with the largest scores are written, the newest one among them."""
-    worst = Measure(0.0, 1.0)
-    for token, row in enumerate(numbers_of(_published(bench, inputs))):
-        measure = _judge_blocks(inputs, token, row, bench.layer_ops.sum_bits)
-        worst = worst_of(worst, measure)
-    return worst
+    rows, bits = numbers_of(_published(bench, inputs)), bench.layer_ops.sum_bits
+    return worst_of(*(_judge_blocks(inputs, token, row, bits) for token, row in enumerate(rows)))
 
 
 def _judge_blocks(inputs: CandidateSelection, token: int, row: I64, bits: int) -> Measure:
@@ -653,14 +658,13 @@ def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor
         bench.layer_ops.select_topk_of_candidates(
             query, cache, inputs.token_map(), candidates, inputs.block_size, out, inputs.max_entries
         )
-    worst = Measure(0.0, 1.0)
+    measures = [Measure(0.0, 1.0)]
     for token, row in enumerate(numbers_of(out)):
         scores, errors = inputs.scores(token, bits=bench.layer_ops.sum_bits)
         inside = oracle_layer.inside_blocks(candidates[token].tolist(), inputs.block_size, len(scores))
         where = f"token {token}, which sees {len(scores)} entries, {int(inside.sum())} of them in its blocks"
-        measure = judge_row(row, np.where(inside, scores, math.nan), errors, where)
-        worst = worst_of(worst, measure)
-    return worst
+        measures.append(judge_row(row, np.where(inside, scores, math.nan), errors, where))
+    return worst_of(*measures)
 
 
 def selects_within(bench: Bench, inputs: CandidateSelection) -> Measure:

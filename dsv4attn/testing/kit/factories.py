@@ -157,13 +157,13 @@ def normal(key: tuple[int, ...], rows: NDArray[np.int64], width: int) -> F64:
     return np.asarray(np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second))
 
 
-def index_layout(name: str, dim: int = 128, rope: int = 64) -> KVCacheLayout:
+def index_layout(name: str, dim: int = 128) -> KVCacheLayout:
     """A layout of index keys by its short name: fp8, fnuz, mxfp4, bf16, fp32."""
     if name == "mxfp4":
         return KVCacheLayout.index_mxfp4(dim)
     if name in ("fp8", "fnuz"):
         return KVCacheLayout.index_fp8(dim, fp8_format=Fp8Format.FNUZ if name == "fnuz" else Fp8Format.OCP)
-    return KVCacheLayout.rows(dim - rope, rope, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[name])
+    return KVCacheLayout.rows(dim - 64, 64, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[name])
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.case import SkipCase
-from dsv4attn.testing.kit.tolerances import F64, U8, read_row, stored, written
+from dsv4attn.testing.kit.tolerances import F64, U8, read_row, written
 
 AFTER_PAGE = 4096
 """Bytes at the start of a gap that are filled, poisoned and compared. A gap may be gigabytes of untouched memory."""
@@ -145,7 +145,7 @@ class OracleCache:
         for key, row in zip(keys, rows, strict=True):
             if key not in records_of:  # rows may repeat, and the oracle takes its time
                 record = written(row, layout)
-                records_of[key] = record, read_row(record, layout) if layout.is_quantised else stored(row, layout)
+                records_of[key] = record, read_row(record, layout)
         return self._write(slots, [records_of[key][0] for key in keys], [records_of[key][1] for key in keys])
 
     def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> OracleCache:

@@ -75,7 +75,7 @@ def rounded(values: F64, dtype: torch.dtype) -> F64:
 
 def stored(row: F64, layout: KVCacheLayout) -> F64:
     """Row [D] as a cache returns it after it was written."""
-    return read_row(written(row, layout), layout) if layout.is_quantised else rounded(row, layout.dtype)
+    return read_row(written(row, layout), layout)
 
 
 def written(row: F64, layout: KVCacheLayout) -> U8:
@@ -86,17 +86,15 @@ def written(row: F64, layout: KVCacheLayout) -> U8:
 @lru_cache(maxsize=2**13)
 def _written(row: bytes, layout: KVCacheLayout) -> U8:
     """As `written`, from the bytes of a row. Cached, because rows repeat from case to case and the oracle is slow."""
-    record = _record(np.frombuffer(row), layout)
+    values = np.frombuffer(row)
+    if layout.is_quantised:
+        record = _quantised_record(values, layout)
+    elif layout.dtype == torch.bfloat16:
+        record = oracle.bf16_bytes(oracle.round_bf16(values))
+    else:
+        record = values.astype("<f4").view(np.uint8)
     record.flags.writeable = False
     return record
-
-
-def _record(row: F64, layout: KVCacheLayout) -> U8:
-    if layout.is_quantised:
-        return _quantised_record(row, layout)
-    values = rounded(row, layout.dtype).astype(np.float32).view(np.uint32)
-    halves = (values >> 16).astype("<u2") if layout.dtype == torch.bfloat16 else values.astype("<u4")
-    return halves.view(np.uint8)
 
 
 def _quantised_record(row: F64, layout: KVCacheLayout) -> U8:
@@ -136,10 +134,9 @@ def as_f64(tensor: Tensor) -> F64:
 
 def floats(data: U8, dtype: torch.dtype) -> F64:
     """Little-endian bf16 or fp32 values of some bytes."""
-    data = np.ascontiguousarray(data)
-    if dtype == torch.bfloat16:
-        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return data.view("<f4").astype(np.float64)
+    return (
+        oracle.read_bf16(data) if dtype == torch.bfloat16 else np.ascontiguousarray(data).view("<f4").astype(np.float64)
+    )
 
 
 def _sizes(layout: KVCacheLayout) -> dict[str, Any]:
