@@ -122,9 +122,8 @@ def cache_cases() -> Iterator[Case]:
         says = f"{name} queries are normalised and rotated with the table's own angles, in place"
         yield _cache(f"qnorm-{name}", "I1 I5", says, inputs, check_insert.normalises_queries)
     inputs = rows("fp32", dtype=torch.float32)
-    yield _cache(
-        "insert-fp32", "I2 I5", "fp32 keys are rotated and written as they are", inputs, check_insert.inserts_rotated
-    )
+    says = "fp32 keys are rotated and written as they are"
+    yield _cache("insert-fp32", "I2 I5", says, inputs, check_insert.inserts_rotated)
     says = "fp32 keys are rounded to bf16 before they are quantised"
     yield _cache("quantise-fp32-keys", "C1", says, rows("ocp", dtype=torch.float32), check_insert.quantises)
     for cache, page in (

@@ -250,8 +250,7 @@ def judge_mixes(
     for token in inputs.distinct:
         pre_logits, post_logits, comb_logits = inputs.logits(residual[token])
         expected_pre.append(inputs.gate(pre_logits, inputs.pre_eps))
-        gate = inputs.gate(post_logits, 0.0, inputs.post_mult)
-        expected_post.append(Formula(gate.value[:, None], gate.error[:, None]))
+        expected_post.append(inputs.gate(post_logits, 0.0, inputs.post_mult)[:, None])
         expected_comb.append(inputs.combined(comb_logits))
     measures = [
         judge_rows(post, inputs, "post", (n, 1), expected_post),

@@ -176,8 +176,7 @@ def _judge_codes(inputs: IndexQueries, query: IndexQuery, token: int, weights: F
             exponents, row = np.array([int(shifts[head])]), codes[head]
         else:
             exponents, row = scales[head], oracle.unpack_e2m1(codes[head])
-        formula = Formula(turned.value[head], turned.error[head])
-        if error := CodeRule.of(inputs.layout).error(formula, row, exponents):
+        if error := CodeRule.of(inputs.layout).error(turned[head], row, exponents):
             raise Wrong(f"token {token}, head {head}: {error}")
     return shifts
 

@@ -140,28 +140,17 @@ class OracleCache:
 
     def write(self, slots: Sequence[int] | NDArray[np.int64], rows: F64) -> OracleCache:
         """Write rows [n, D] to slots."""
-        layout, records_of = self.cache.layout, dict[bytes, tuple[U8, F64]]()
-        keys = [row.tobytes() for row in rows]
-        for key, row in zip(keys, rows, strict=True):
-            if key not in records_of:  # rows may repeat, and the oracle takes its time
-                record = written(row, layout)
-                records_of[key] = record, read_row(record, layout)
-        return self._write(slots, [records_of[key][0] for key in keys], [records_of[key][1] for key in keys])
+        return self.write_records(slots, [written(row, self.cache.layout) for row in rows])
 
     def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> OracleCache:
-        """Write bytes of quantised records to slots."""
-        return self._write(slots, records, [read_row(record, self.cache.layout) for record in records])
-
-    def _write(
-        self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8], values: Sequence[F64]
-    ) -> OracleCache:
+        """Write bytes of records to slots."""
         pages = self.pages()
         blocks = sorted({self.place(slot)[0] for slot in slots})
         bytes_of = dict(zip(blocks, pages[blocks].cpu().numpy(), strict=True))
-        for slot, record, value in zip(slots, records, values, strict=True):
+        for slot, record in zip(slots, records, strict=True):
             block, place = self.place(slot)
             bytes_of[block][place] = record
-            self.values[int(slot)] = value
+            self.values[int(slot)] = read_row(record, self.cache.layout)
         for block, page in bytes_of.items():
             pages[block] = torch.from_numpy(page).to(pages.device)
         return self

@@ -259,20 +259,18 @@ class SingleCall(AttentionInput):
         """All segments as rows of one tensor; what names nothing names nothing there either."""
         total = sum(oracle_cache.cache.capacity for oracle_cache in self.oracle_caches)
         width = -(-sum(self.widths) // alignment) * alignment
-        slots, lens = np.full((self.rows, width), -1), np.zeros(self.rows, dtype=np.int64)
-        base, past_lens = 0, []
+        base, segments = 0, list[IndexLists]()
         for oracle_cache, lists in zip(self.oracle_caches, index_lists, strict=True):
             capacity = oracle_cache.cache.capacity
             moved = np.where(lists.slots >= capacity, lists.slots - capacity + total, lists.slots + base)
             moved = np.where(lists.slots < 0, lists.slots, moved).clip(-(2**31), 2**31 - 1)
-            for row in range(self.rows):
-                slots[row, lens[row] : lens[row] + lists.lens[row]] = moved[row, : lists.lens[row]]
-            lens = lens + lists.lens
-            past_lens.append([moved[row, lists.lens[row] :] for row in range(self.rows)])
+            segments.append(IndexLists(moved, lists.lens))
             base += capacity
+        slots, lens = np.full((self.rows, width), -1), np.sum([lists.lens for lists in segments], axis=0)
         for row in range(self.rows):
-            junk = np.concatenate([part[row] for part in past_lens])
-            slots[row, lens[row] : lens[row] + len(junk)] = junk
+            inside = [lists.inside(row) for lists in segments]
+            columns = np.concatenate([*inside, *(lists.slots[row, lists.lens[row] :] for lists in segments)])
+            slots[row, : len(columns)] = columns
         kv = np.concatenate([oracle_cache.values for oracle_cache in self.oracle_caches])
         keys = self.tensor(kv, self.layout.row_dtype)
         return GatheredKeys(keys, self._indices(IndexLists(slots, lens), form)), width

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import attrs
@@ -88,7 +88,8 @@ def _written(row: bytes, layout: KVCacheLayout) -> U8:
     """As `written`, from the bytes of a row. Cached, because rows repeat from case to case and the oracle is slow."""
     values = np.frombuffer(row)
     if layout.is_quantised:
-        record = _quantised_record(values, layout)
+        write, _ = _quantised(layout)
+        record = write(values)
     elif layout.dtype == torch.bfloat16:
         record = oracle.bf16_bytes(oracle.round_bf16(values))
     else:
@@ -97,34 +98,30 @@ def _written(row: bytes, layout: KVCacheLayout) -> U8:
     return record
 
 
-def _quantised_record(row: F64, layout: KVCacheLayout) -> U8:
-    fnuz = layout.fp8_format is Fp8Format.FNUZ
-    writers: dict[str, Callable[[], U8]] = {
-        "index_fp8": lambda: oracle_layer.index_record_fp8(
-            row, fnuz=fnuz, floor=oracle.MIN_AMAX, largest=layout.fp8_max
-        ),
-        "index_mxfp4": lambda: oracle_layer.index_record_fp4(row),
-        "v41_fp8": lambda: oracle.record_fp8(row, layout.scale_floor),
-        "v41_fp4": lambda: oracle.record_fp4(row),
-        "v4_nvfp4": lambda: oracle.record_nvfp4(row, layout.nope_dim),
-        "fp8_ds_mla": lambda: oracle.quantize_record(row, **_sizes(layout)),
-    }
-    return writers[layout.name]()
-
-
 def read_row(record: U8, layout: KVCacheLayout) -> F64:
     """Row [D] that a reader finds in the bytes of a record."""
     if not layout.is_quantised:
         return floats(record, layout.dtype)
-    readers: dict[str, Callable[[], F64]] = {
-        "index_fp8": lambda: oracle_layer.read_index_fp8(record, fnuz=layout.fp8_format is Fp8Format.FNUZ),
-        "index_mxfp4": lambda: oracle_layer.read_index_fp4(record),
-        "v41_fp8": lambda: oracle.read_fp8(record, layout.head_dim),
-        "v41_fp4": lambda: oracle.read_fp4(record, layout.head_dim),
-        "v4_nvfp4": lambda: oracle.read_nvfp4(record, layout.nope_dim, layout.rope_dim),
-        "fp8_ds_mla": lambda: oracle.dequantize_record(record, **_sizes(layout)),
+    _, read = _quantised(layout)
+    return read(record)
+
+
+@cache
+def _quantised(layout: KVCacheLayout) -> tuple[Callable[[F64], U8], Callable[[U8], F64]]:
+    """The oracle's writer and reader of a layout of codes."""
+    fnuz, nope, dim = layout.fp8_format is Fp8Format.FNUZ, layout.nope_dim, layout.head_dim
+    index = partial(oracle_layer.index_record_fp8, fnuz=fnuz, floor=oracle.MIN_AMAX, largest=layout.fp8_max)
+    dims: dict[str, Any] = {"nope_dim": nope, "rope_dim": layout.rope_dim}
+    sizes = {**dims, "group_size": layout.group_size, "scale_bytes": layout.scale_bytes, "fnuz": fnuz}
+    functions: dict[str, tuple[Callable[[F64], U8], Callable[[U8], F64]]] = {
+        "index_fp8": (index, partial(oracle_layer.read_index_fp8, fnuz=fnuz)),
+        "index_mxfp4": (oracle_layer.index_record_fp4, oracle_layer.read_index_fp4),
+        "v41_fp8": (partial(oracle.record_fp8, scale_floor=layout.scale_floor), partial(oracle.read_fp8, dim=dim)),
+        "v41_fp4": (oracle.record_fp4, partial(oracle.read_fp4, dim=dim)),
+        "v4_nvfp4": (partial(oracle.record_nvfp4, nope_dim=nope), partial(oracle.read_nvfp4, **dims)),
+        "fp8_ds_mla": (partial(oracle.quantize_record, **sizes), partial(oracle.dequantize_record, **sizes)),
     }
-    return readers[layout.name]()
+    return functions[layout.name]
 
 
 def as_f64(tensor: Tensor) -> F64:
@@ -137,11 +134,6 @@ def floats(data: U8, dtype: torch.dtype) -> F64:
     return (
         oracle.read_bf16(data) if dtype == torch.bfloat16 else np.ascontiguousarray(data).view("<f4").astype(np.float64)
     )
-
-
-def _sizes(layout: KVCacheLayout) -> dict[str, Any]:
-    sizes = ("nope_dim", "rope_dim", "group_size", "scale_bytes")
-    return {"fnuz": layout.fp8_format is Fp8Format.FNUZ, **{name: getattr(layout, name) for name in sizes}}
 
 
 @attrs.frozen(eq=False)
@@ -182,7 +174,7 @@ class Expected:
         errors = np.maximum(distance, shift)
         return np.where(np.isnan(errors), np.inf, errors)
 
-    def described(self, out: Tensor, lse: Tensor | None, row: int, head: int, budget: float) -> str:
+    def _described(self, out: Tensor, lse: Tensor | None, row: int, head: int, budget: float) -> str:
         """How out and lse of a row and head differ from the expected ones: the worst dim, and errors in budgets."""
         values, expected = as_f64(out[row, head]), self.out[row, head]
         lse_text = "not asked for" if lse is None else shown(lse[row, head].item(), 7)
@@ -222,34 +214,16 @@ class Expected:
         if not errors.size:
             return 0.0, "no rows"
         row, head = (int(i) for i in np.unravel_index(errors.argmax(), errors.shape))
-        wrong = f"{(errors > budget).any(1).sum()} of {len(errors)} rows are wrong"
-        cause = self.cause(out, lse, errors, budget, layout, starts)
-        return float(errors.max()), f"{place(row, head)}: {self.described(out, lse, row, head, budget)}; {wrong}{cause}"
-
-    def cause(
-        self,
-        out: Tensor,
-        lse: Tensor | None,
-        errors: F64,
-        budget: float,
-        layout: KVCacheLayout,
-        starts: Collection[int] = (),
-    ) -> str:
-        """The end of a failure's text: the likely cause, or "" if there is none.
-
-        errors, budget: of `errors`, in one unit.
-        layout: of the keys.
-        starts: see `likely_cause`.
-        """  # fmt: skip
-        wrong = ~(errors <= budget)
-        if not wrong.any():
-            return ""
-        alone = Expected(self.out, self.lse, np.full_like(self.mass, np.inf))  # errors of the lse only
-        lse_is_right = lse is not None and bool((alone.errors(out.nan_to_num(), lse) <= budget).all())
-        coded_dims = layout.nope_dim if layout.fp8_format and layout.plain_dims else 0
-        values = as_f64(out)
-        said = likely_cause(values, self.out, wrong, lse_is_right=lse_is_right, starts=starts, coded_dims=coded_dims)
-        return said and f"; {said}"
+        wrong = errors > budget
+        said = f"{place(row, head)}: {self._described(out, lse, row, head, budget)}"
+        said += f"; {wrong.any(1).sum()} of {len(errors)} rows are wrong"
+        if wrong.any():
+            alone = Expected(self.out, self.lse, np.full_like(self.mass, np.inf))  # errors of the lse only
+            right = lse is not None and bool((alone.errors(out.nan_to_num(), lse) <= budget).all())
+            coded = layout.nope_dim if layout.fp8_format and layout.plain_dims else 0
+            cause = likely_cause(as_f64(out), self.out, wrong, lse_is_right=right, starts=starts, coded_dims=coded)
+            said += cause and f"; {cause}"
+        return float(errors.max()), said
 
     def _parts(self, out: Tensor, lse: Tensor | None) -> tuple[F64, F64]:
         """[T', H] errors of out and of lse, as in `errors`, but with NaN."""
@@ -316,6 +290,9 @@ class Formula:
         sizes = np.hypot(self.value[..., -rope::2], self.value[..., 1 - rope :: 2])
         error[..., -rope:] = np.repeat(pairs + 3 * UNIT * sizes, 2, axis=-1)
         return Formula(value, error)
+
+    def __getitem__(self, index: Any) -> Formula:  # noqa: ANN401 - as of numpy
+        return Formula(self.value[index], self.error[index])
 
     @property
     def ends(self) -> tuple[F64, F64]:
@@ -455,9 +432,9 @@ def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str)
         exponents = scales[: layout.num_groups].astype(np.int64) - oracle.E8M0_BIAS
         if (scales[layout.num_groups :] != 0).any():
             raise Wrong(f"{where}: a pad byte after the scales is not 0")
-    if error := CodeRule.of(layout).error(Formula(formula.value[:nope], formula.error[:nope]), codes, exponents):
+    if error := CodeRule.of(layout).error(formula[:nope], codes, exponents):
         raise Wrong(f"{where}: {error}")
     if not layout.rope_dim:
         return Measure()
-    tail = Formula(formula.value[nope:], formula.error[nope:])
-    return hold_values(floats(record[packed : layout.data_bytes], torch.bfloat16), tail, torch.bfloat16, where)
+    tail = floats(record[packed : layout.data_bytes], torch.bfloat16)
+    return hold_values(tail, formula[nope:], torch.bfloat16, where)
