@@ -406,7 +406,7 @@ def _save(bench: Bench, inputs: CompressorStep, cache: PagedKVCache, slots: np.n
     kv, score = inputs.projected(inputs.spans)
     positions = inputs.tensor(np.array([p for _, p in tokens_of(inputs.spans)], dtype=np.int64))
     ape = inputs.tensor(inputs.ape, torch.float32)
-    with unchanged(kv=kv, scores=score):
+    with unchanged(kv=kv, score=score):
         bench.layer_ops.save_partial_states(kv, score, ape, positions, cache, inputs.tensor(slots))
 
 
@@ -655,7 +655,7 @@ def run_latents(
         )
         for stream in (LATENT_KV, LATENT_SCORE)
     )
-    with unchanged(kv=kv, scores=score):
+    with unchanged(kv=kv, score=score):
         latents = bench.layer_ops.compress_latents(
             kv,
             None if states is None else score,
