@@ -7,7 +7,8 @@ backend's support about them before it runs the case. If the backend refuses, it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
@@ -48,6 +49,18 @@ class Wrong(AssertionError):  # noqa: N818 - as SkipCase
         """
         self.measure = measure
         super().__init__(message)
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put a place in front of the message of a Wrong that the `with` block raises.
+
+    where: the place, without a colon.
+    """
+    try:
+        yield
+    except Wrong as wrong:
+        raise Wrong(f"{where}: {wrong}", wrong.measure) from wrong
 
 
 @attrs.frozen
@@ -124,50 +137,26 @@ def _clauses(value: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(value.split() if isinstance(value, str) else value)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class Case:
     """A named case of the conformance kit.
 
-    name: unique in the kit.
     area: class of the pytest suite that runs it.
-    clauses: clauses of docs/contract.md that it tests.
+    name: unique in the kit.
+    clauses: clauses of docs/contract.md that it tests; as text, with spaces between them.
     says: a sentence that holds exactly if the case passes.
     inputs: a `CaseInput` on the CPU; `on` moves it to a device.
     check: runs the case input and compares.
     needs_lse: whether the case is about the lse; other cases run without it where a backend returns none.
     """
 
-    name: str
     area: Area
+    name: str
     clauses: tuple[str, ...] = attrs.field(converter=_clauses)
     says: str
     inputs: Any
     check: Check
-    needs_lse: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        area: Area,
-        name: str,
-        clauses: str,
-        says: str,
-        inputs: Any,  # noqa: ANN401 - a `kit.factories.CaseInput`
-        check: Check,
-        *,
-        needs_lse: bool = False,
-    ) -> Case:
-        """A case of an area. Modules of cases bind the area, so that each of their cases is one call.
-
-        area: part of the contract.
-        name: name of the case, unique in the kit.
-        clauses: clauses that the case proves, with spaces between them.
-        says: one sentence about what must hold.
-        inputs: what `check` builds its tensors from.
-        check: runs the backend, and returns a `Measure` or raises `Wrong`.
-        needs_lse: whether the backend must return lse.
-        """
-        return cls(name=name, area=area, clauses=clauses, says=says, inputs=inputs, check=check, needs_lse=needs_lse)
+    needs_lse: bool = attrs.field(default=False, kw_only=True)
 
     @property
     def id(self) -> str:

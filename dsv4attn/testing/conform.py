@@ -95,7 +95,7 @@ class Subject:
         version = (
             registration.version
             or version_of(registration.distribution)
-            or (dsv4attn.__version__ if _is_ours(registration) else "")
+            or (dsv4attn.__version__ if registration.distribution == "dsv4attn" else "")
         )
         return cls(name, backend, place, facts, registration.distribution, version, options, _refusals(name, facts))
 
@@ -131,10 +131,6 @@ def parse_request(text: str, separator: str = ",") -> tuple[str, dict[str, str]]
         if "=" not in part:
             raise ArgumentError("backend", expected=f"NAME[{separator}option=value]", actual=repr(text))
     return name, {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in rest)}
-
-
-def _is_ours(module: object) -> bool:
-    return getattr(module, "distribution", "") == "dsv4attn"
 
 
 def _facts(device: str) -> DeviceFacts:
@@ -353,23 +349,26 @@ class Certificate:
     @property
     def layer_parts(self) -> dict[str, str]:
         """For each part of the layer around attention, whose ops ran: the backend's own, or the reference's."""
-        try:
-            return self.subject.backend.layer_ops.sources(self.subject.backend.name)
-        except Exception as error:  # noqa: BLE001 - any backend may raise anything; its cases have failed
-            return dict.fromkeys(LAYER_OPS, f"raised {type(error).__name__}")
+        return self._sources("sources", LAYER_OPS)
 
     @property
     def v41_ops(self) -> dict[str, str]:
         """For each op of DeepSeek-V4.1's layers alone, whose ran: the backend's own, or the reference's."""
+        return self._sources("v41_sources", (*LATENTS, *CANDIDATES, *DELAYED))
+
+    def _sources(self, method: str, names: Iterable[str]) -> dict[str, str]:
+        backend = self.subject.backend
         try:
-            return self.subject.backend.layer_ops.v41_sources(self.subject.backend.name)
-        except Exception as error:  # noqa: BLE001 - as above
-            return dict.fromkeys((*LATENTS, *CANDIDATES, *DELAYED), f"raised {type(error).__name__}")
+            sources: dict[str, str] = getattr(backend.layer_ops, method)(backend.name)
+            return sources
+        except Exception as error:  # noqa: BLE001 - any backend may raise anything; its cases have failed
+            return dict.fromkeys(names, f"raised {type(error).__name__}")
 
     def as_json(self) -> dict[str, Any]:
         """The certificate."""
         subject, worst = self.subject, self.worst
-        layouts = {layout.fingerprint for o in self.outcomes if o.state == "passed" for layout in _layouts(o.case)}
+        passed = [outcome.case.inputs for outcome in self.of("passed")]
+        layouts = {layout.fingerprint for inputs in passed for layout in inputs.named_layouts()}
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -409,11 +408,6 @@ class Certificate:
             for clause in outcome.case.clauses:
                 counts.setdefault(clause, Counter(dict.fromkeys(STATES, 0)))[outcome.state] += 1
         return dict(sorted(counts.items(), key=lambda item: (list(GROUPS).index(item[0][0]), int(item[0][1:]))))
-
-
-def _layouts(case: Case) -> Sequence[Any]:
-    layouts: Sequence[Any] = case.inputs.named_layouts()
-    return layouts
 
 
 def versions() -> dict[str, str]:

@@ -60,13 +60,12 @@ class Parity:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for programs."""
+        left_out = {"schema", "products", "contract", "versions", "environment", "layouts", "filter", "clauses"}
+        left_out |= {"cases", "date", "seconds"}
         backends = []
         for certificate in self.certificates:
-            whole = certificate.as_json()
-            for key in ("schema", "products", "contract", "versions", "environment", "layouts", "filter", "clauses"):
-                del whole[key]
-            del whole["cases"], whole["date"], whole["seconds"]
-            backends.append({"name": certificate.subject.label, **whole})
+            own = {key: value for key, value in certificate.as_json().items() if key not in left_out}
+            backends.append({"name": certificate.subject.label, **own})
         cases = [
             {
                 "name": case.name,

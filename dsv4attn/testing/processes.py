@@ -291,44 +291,34 @@ class _Run:
             if idle is None:
                 if len(self.workers) >= self.jobs:
                     return
-                pipes = [worker.pipe for worker in self.workers]
-                dump = self.folder / str(self.starts)
-                idle = _started(self.trials, self.cases, self.jobs, dump, pipes, self.seconds, self.repeat)
+                idle = self._started()
                 self.workers.append(idle)
-                self.starts += 1
             idle.begin(self.begun, len(self.trials))
             self.begun += 1
 
+    def _started(self) -> _Worker:
+        """A new process."""
+        is_copy = sys.platform == "linux" and not may_have_accelerator()
+        context: Any = multiprocessing.get_context("fork" if is_copy else "spawn")
+        mine, its = context.Pipe()
+        source: _Copy | _Recipe = _Copy(self.trials, self.cases, [*(worker.pipe for worker in self.workers), mine])
+        if not is_copy:
+            named = [(trial.name, trial.device, dict(trial.options)) for trial in self.trials]
+            source = _Recipe(named, [case.name for case in self.cases])
+        threads = max(1, (os.cpu_count() or 1) // self.jobs) if self.jobs > 1 else None
+        dump = self.folder / str(self.starts)
+        process = context.Process(target=_serve, args=(its, source, threads, str(dump), self.repeat))
+        # in a copy, OpenMP waits for ever for the threads that it had started in the thread that was copied: a new
+        # thread has none
+        thread = threading.Thread(target=_start, args=(process,))
+        thread.start()
+        thread.join()
+        its.close()
+        self.starts += 1
+        return _Worker(process, mine, dump, self.seconds, _kills_for_memory())
+
     def _note(self, task: int, answer: dict[str, Any]) -> None:
         self.done[task] = Outcome(self.cases[task // len(self.trials)], **answer)
-
-
-def _started(
-    trials: Sequence[Subject],
-    cases: Sequence[Case],
-    jobs: int,
-    dump: Path,
-    pipes: Sequence[Any],
-    seconds: float,
-    repeat: int,
-) -> _Worker:
-    """A new process. `pipes` are those of the others."""
-    is_copy = sys.platform == "linux" and not may_have_accelerator()
-    context: Any = multiprocessing.get_context("fork" if is_copy else "spawn")
-    mine, its = context.Pipe()
-    source: _Copy | _Recipe = _Copy(trials, cases, [*pipes, mine])
-    if not is_copy:
-        named = [(trial.name, trial.device, dict(trial.options)) for trial in trials]
-        source = _Recipe(named, [case.name for case in cases])
-    threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else None
-    process = context.Process(target=_serve, args=(its, source, threads, str(dump), repeat))
-    # in a copy, OpenMP waits for ever for the threads that it had started in the thread that was copied: a new thread
-    # has none
-    thread = threading.Thread(target=_start, args=(process,))
-    thread.start()
-    thread.join()
-    its.close()
-    return _Worker(process, mine, dump, seconds, _kills_for_memory())
 
 
 def _start(process: Any) -> None:  # noqa: ANN401 - of a context

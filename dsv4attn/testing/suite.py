@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from dsv4attn.core.contract.backend import Backend
-from dsv4attn.testing.case import Area, Case
+from dsv4attn.testing.case import Area, Case, dtype_name
 from dsv4attn.testing.cases.table import CASES
 from dsv4attn.testing.conform import Subject, run_case
 
@@ -97,7 +97,7 @@ class _Suite(Fixtures):
         named = [layout.fingerprint for layout in case.inputs.named_layouts()]
         if any(part in fingerprint for part in cls.skip_layouts for fingerprint in named):
             return True
-        names = {str(dtype).removeprefix("torch.") for dtype in cls.dtypes}
+        names = {dtype_name(dtype) for dtype in cls.dtypes}
         return any(problem.q_dtype not in names for problem in case.inputs.problems())
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

@@ -233,32 +233,6 @@ def test_huge_logits_and_huge_sinks_stay_finite(size: float) -> None:
     np.testing.assert_allclose(oracle.attend_row(q, keys, lse, 1.0)[0], out / 2, rtol=1e-12)
 
 
-@pytest.mark.parametrize("cuts", [[4], [0, 9], [1, 1, 6], [9]])
-def test_merged_shards_equal_one_pass(cuts: list[int]) -> None:
-    q, keys, sink = problem(9)
-    shards = [oracle.attend_row(q, part, None, 0.3) for part in np.split(keys, cuts)]
-    outs, lses = [o for o, _ in shards], [s for _, s in shards]
-    for o, s in shards:
-        o[s == -INF] = math.nan  # what an empty shard holds must not matter
-
-    out, lse = oracle.merge_lse(outs, lses)
-    whole, whole_lse = oracle.attend_row(q, keys, None, 0.3)
-    np.testing.assert_allclose(out, whole, rtol=1e-12)
-    np.testing.assert_allclose(lse, whole_lse, rtol=1e-12)
-    np.testing.assert_allclose(oracle.apply_sink(out, lse, sink), oracle.attend_row(q, keys, sink, 0.3)[0], rtol=1e-12)
-
-
-def test_merging_handles_only_empty_and_very_different_shards() -> None:
-    empty = (np.zeros((1, 2)), np.array([-INF]))
-    out, lse = oracle.merge_lse([empty[0]] * 2, [empty[1]] * 2)
-    assert same_bits(out, [[0, 0]])
-    assert lse.tolist() == [-INF]
-
-    out, lse = oracle.merge_lse([np.ones((1, 2)), np.full((1, 2), 3.0)], [np.array([1e6]), np.array([-1e6])])
-    assert out.tolist() == [[1, 1]]
-    assert lse.tolist() == [1e6]
-
-
 def test_projection_equals_a_block_diagonal_matrix() -> None:
     heads, dim, rope_dim, groups, rank = 6, 8, 4, 3, 5
     o, wo_a = rng(4).standard_normal((heads, dim)), rng(5).standard_normal((groups, rank, heads // groups * dim))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -115,8 +115,8 @@ def test_the_process_is_replaced_if_a_failed_case_leaves_an_unusable_device(monk
 
 def test_processes_that_cannot_begin_are_not_started_for_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes._Copy, "made", lambda _: os._exit(4))
-    started = Mock(side_effect=processes._started)
-    monkeypatch.setattr(processes, "_started", started)
+    started = create_autospec(processes._Run._started, side_effect=processes._Run._started)
+    monkeypatch.setattr(processes._Run, "_started", started)
     certificate = certificate_of([case_of(does(lambda: None), name=f"{i}") for i in range(5)])
 
     assert {(o.state, o.message) for o in certificate.outcomes} == {

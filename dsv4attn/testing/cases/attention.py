@@ -11,17 +11,8 @@ import torch
 
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing.case import Area, Case, Check
-from dsv4attn.testing.checks import attention as check_attention
-from dsv4attn.testing.checks.attention import (
-    any_cut_same_bits,
-    equals_oracle,
-    layers_share,
-    over_ranks,
-    reads_raw_q,
-    same_bits,
-    sharded,
-    step_by_step,
-)
+from dsv4attn.testing.checks import attention as checks
+from dsv4attn.testing.checks.attention import equals_oracle
 from dsv4attn.testing.checks.record_bytes import SMALLEST_SCALES, EveryCode, reads_every_code
 from dsv4attn.testing.kit.factories import (
     HEAD_COUNTS,
@@ -29,7 +20,6 @@ from dsv4attn.testing.kit.factories import (
     KINDS,
     PAGE_SIZES,
     CaseInput,
-    flash,
     layout,
     tiny_geometry,
 )
@@ -62,7 +52,7 @@ PHASE = {Area.DECODE: Phase.DECODE, Area.PREFILL: Phase.PREFILL}
 def _case(
     area: Area, name: str, clauses: str, says: str, inputs: CaseInput, check: Check = equals_oracle, **flags: bool
 ) -> Case:
-    return Case.of(area, name, clauses, says, inputs, check, **flags)
+    return Case(area, name, clauses, says, inputs, check, **flags)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -91,44 +81,50 @@ def _steps() -> Iterator[Case]:
         says = f"{kind}: where q of prefill is given before norm and rotation, the answer and the caches are the same"
         fields: dict[str, Any] = {"raw_q": True, "poison": 0xFF, "extra_rows": 3, "sinks": SINKS, "topk": "holes"}
         inputs = step(kind, *MIXED, (20, 4, 2), select=65, **fields)
-        yield _case(Area.PREFILL, f"raw-{kind}", "I7 F2 M1", says, inputs, reads_raw_q)
+        yield _case(Area.PREFILL, f"raw-{kind}", "I7 F2 M1", says, inputs, checks.reads_raw_q)
     for kind in KINDS:
         says = f"{kind}: one to four tokens of a request, verified in one step, equal the oracle and single steps"
         verify = step(kind, (300, 4), (125, 4), (7, 4), num_speculative_tokens=3)
-        check = step_by_step((4,), (1, 1, 1, 1), (3, 1), (1, 2, 1))
+        check = checks.step_by_step((4,), (1, 1, 1, 1), (3, 1), (1, 2, 1))
         yield _case(Area.DECODE, f"verify-{kind}", "F3 F4", says, verify, check)
         says = f"{kind}: a prompt gives the same however it is cut, down to token by token, and leaves the same bytes"
-        prompt, check = step(kind, (118, 14)), step_by_step((14,), (7, 7), (1, 13), (9, 1, 4), (1,) * 14)
+        prompt, check = step(kind, (118, 14)), checks.step_by_step((14,), (7, 7), (1, 13), (9, 1, 4), (1,) * 14)
         yield _case(Area.PREFILL, f"chunks-{kind}", "F4 F2", says, prompt, check)
     for kind in KINDS:
         says = f"{kind}: layers of one step, on one metadata object and one workspace, each equal the oracle, twice"
         # short contexts: the history of three layers is inserted
         inputs = step(kind, (130 if kind == "c128a" else 40, 1), (9, 1), topk="holes", select=9)
-        yield _case(Area.DECODE, f"layers-{kind}", "F8 A9" if kind == "c4a" else "F8", says, inputs, layers_share)
+        yield _case(
+            Area.DECODE, f"layers-{kind}", "F8 A9" if kind == "c4a" else "F8", says, inputs, checks.layers_share
+        )
     for kind in KINDS:
         says = f"{kind}: if deterministic, bits of a row depend neither on the cut of its request nor on other requests"
         inputs = step(kind, (140, 4), (0, 3), topk="holes", extra_rows=2)
-        check = any_cut_same_bits((1, 1, 1, 1), (1, 2, 1))
+        check = checks.any_cut_same_bits((1, 1, 1, 1), (1, 2, 1))
         yield _case(Area.DECODE, f"any-cut-{kind}", "D2", says, inputs, check)
     says = "on V4.1's records, if deterministic, bits of a row depend neither on the cut of its request nor on others"
     inputs = step("c4a", (140, 4), (0, 3), topk="holes", extra_rows=2, cache="v41", compressed="v41-fp4", ratio=1)
-    yield _case(Area.DECODE, "any-cut-v41", "D2", says, inputs, any_cut_same_bits((1, 2, 1)))
+    yield _case(Area.DECODE, "any-cut-v41", "D2", says, inputs, checks.any_cut_same_bits((1, 2, 1)))
     says = "without sinks, if deterministic, bits of a row depend neither on the cut of its request nor on others"
     inputs = step("c4a", (140, 3), (0, 3), sinks=None)
-    yield _case(Area.DECODE, "any-cut-plain-softmax", "D2", says, inputs, any_cut_same_bits((1, 2), random_cuts=0))
+    yield _case(
+        Area.DECODE, "any-cut-plain-softmax", "D2", says, inputs, checks.any_cut_same_bits((1, 2), random_cuts=0)
+    )
     # rows of more than 640 keys, next to short ones
     for kind, context in (("c4a", 2800), ("c128a", 90_000)):
         says = f"{kind}: if deterministic, long rows and short ones of a batch have the bits that they have alone"
         inputs = step(kind, (context, 2), (30, 2), select=1200, topk="holes")
-        yield _case(Area.DECODE, f"any-cut-long-{kind}", "D2", says, inputs, any_cut_same_bits((1, 1), random_cuts=0))
+        yield _case(
+            Area.DECODE, f"any-cut-long-{kind}", "D2", says, inputs, checks.any_cut_same_bits((1, 1), random_cuts=0)
+        )
     says = "layers of one step with decode and prefill requests each equal the oracle, twice"
     inputs = step("c4a", (40, 1), (9, 1), (0, 7), (30, 6), topk="holes", select=9)
-    yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, inputs, layers_share)
+    yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, inputs, checks.layers_share)
     ragged = step("c4a", (300, 1), (126, 3), (64, 2), (5, 4), (9, 0), (0, 1), num_speculative_tokens=3)
     says = "requests of one step may have different numbers of tokens, or none"
     yield _case(Area.DECODE, "verify-ragged", "F3", says, ragged)
     says = "a rank that holds half of the heads computes those heads, with their own sinks"
-    yield _case(Area.PREFILL, "slices-of-heads", "S6", says, step("c4a", *MIXED), check_attention.slices_of_heads)
+    yield _case(Area.PREFILL, "slices-of-heads", "S6", says, step("c4a", *MIXED), checks.slices_of_heads)
 
 
 def _windows() -> Iterator[Case]:
@@ -169,7 +165,7 @@ def _ranks() -> Iterator[Case]:
             "the sink, they are the whole"
         )
         inputs = step("c4a", *requests, **fields)
-        yield _case(area, f"ranks-{area.value}", "L7", says, inputs, over_ranks((size, run)), needs_lse=True)
+        yield _case(area, f"ranks-{area.value}", "L7", says, inputs, checks.over_ranks((size, run)), needs_lse=True)
 
 
 def _sizes() -> Iterator[Case]:
@@ -228,7 +224,7 @@ def _shapes(area: Area) -> Iterator[Case]:
         yield _case(area, f"topk-{select}-{of}", "F5", says, inputs)
     says = f"{of} with an index matrix of no columns sees the window alone"
     none = step("c4a", *batch, topk="none")
-    yield _case(area, f"topk-0-{of}", "B4 F5", says, none, check_attention.without_columns)
+    yield _case(area, f"topk-0-{of}", "B4 F5", says, none, checks.without_columns)
     for swa, page_tokens in ((1, 256), (2, 4), (16, 8), (32, 64), (128, 128)):
         says = f"{of} on pages of {swa} and {page_tokens // 4} records equals the oracle"
         inputs = step("c4a", *batch, pages=(swa, page_tokens))
@@ -304,12 +300,12 @@ def _contents(area: Area) -> Iterator[Case]:
         last = (40, 3, 2) if area is Area.PREFILL else (40, 1, 1)
         fields = {"cache": window, "compressed": entries, "topk": "holes", "select": 65, "extra_rows": 2}
         inputs = step("c4a", *batch, last, **fields)
-        check = same_bits(f"with 0x{byte:02X} everywhere else", {"poison": byte})
+        check = checks.same_bits(f"with 0x{byte:02X} everywhere else", {"poison": byte})
         yield _case(area, f"poison-{cache}-{of}", "C6 B2", says, inputs, check)
     says = f"{of}: pages in another order, further apart, with others between them, give the same bits"
     moved = ({"pages_seed": 5}, {"page_padding": 4608}, {"spare_pages": 11, "pages_seed": 9}, {"dead_block": 0})
     for kind in ("swa", "c4a", "c128a"):
-        check = same_bits("on other pages", *moved)
+        check = checks.same_bits("on other pages", *moved)
         yield _case(area, f"moved-{kind}-{of}", "C4 C7", says, step(kind, *batch), check)
     says = f"{of} of keys with outlier channels and large sinks equals the oracle"
     for kind in KINDS:
@@ -332,11 +328,11 @@ def _sinks(area: Area) -> Iterator[Case]:
     clause = "S1" if area is Area.DECODE else "S2"
     for kind in KINDS:
         says = f"{of}, {kind}: another sink changes every output and no lse"
-        yield _case(area, f"sink-matters-{kind}-{of}", clause, says, step(kind, *batch), check_attention.sink_matters)
+        yield _case(area, f"sink-matters-{kind}-{of}", clause, says, step(kind, *batch), checks.sink_matters)
     says = f"{of}: sinks of -inf, +inf, 20, -20, 10000, -10000, 0 and 1.5, one a head, equal the oracle"
     yield _case(area, f"sink-values-{of}", f"{clause} S3 S4 S5 S6", says, step("c4a", *batch, sinks=SINKS))
     says = f"{of}: sinks of -inf are no sinks, bit for bit"
-    check = same_bits("with sinks of -inf", {"sinks": [-math.inf] * 8})
+    check = checks.same_bits("with sinks of -inf", {"sinks": [-math.inf] * 8})
     yield _case(area, f"sink-none-{of}", "S3", says, step("c4a", *batch, sinks=None), check)
     says = f"{of}: sinks of +inf leave exactly 0, and the lse as it is"
     inputs = step("swa", *batch, sinks=[math.inf] * 8)
@@ -373,37 +369,29 @@ def _calls(area: Area) -> Iterator[Case]:
     for count in (2, 3, 8):
         says = f"{of}: keys dealt to {count} shards, some empty, merge by lse, and then with the sink, to the whole"
         inputs = call(phase, "holes", sinks=SINKS)
-        yield _case(area, f"shards-{count}-{of}", "L1 L2 L4 B1", says, inputs, sharded(count), needs_lse=True)
+        yield _case(area, f"shards-{count}-{of}", "L1 L2 L4 B1", says, inputs, checks.sharded(count), needs_lse=True)
     says = f"{of}: the lse is fp32, natural, without the sink, -inf for a row without keys"
     inputs = call(phase, "empty", sinks=[20.0] * 8)
     yield _case(area, f"lse-{of}", "L1 L2 B1", says, inputs, needs_lse=True)
     says = f"{of}: not asking for the lse changes no bit of the output"
-    yield _case(
-        area, f"lse-absent-{of}", "L3", says, step("c4a", *BOTH[area]), check_attention.without_lse, needs_lse=True
-    )
+    yield _case(area, f"lse-absent-{of}", "L3", says, step("c4a", *BOTH[area]), checks.without_lse, needs_lse=True)
     says = f"{of}: max_logits are the largest scaled logits, sink left out, -inf without keys; asking changes no bit"
     inputs = call(phase, "empty", sinks=[20.0] * 8)
-    yield _case(area, f"max-logits-{of}", "L5", says, inputs, check_attention.largest_logits)
+    yield _case(area, f"max-logits-{of}", "L5", says, inputs, checks.largest_logits)
     says = f"{of}: rows without keys have the lse that the call says; saying it changes nothing else"
-    yield _case(
-        area, f"lse-empty-{of}", "L6", says, call(phase, "empty"), check_attention.lse_of_empty_rows, needs_lse=True
-    )
+    yield _case(area, f"lse-empty-{of}", "L6", says, call(phase, "empty"), checks.lse_of_empty_rows, needs_lse=True)
     for cache in ("ocp", "fnuz", "interleaved", "v41", "v41-split", "nvfp4"):
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
         if cache == "nvfp4":
             says = f"{of} reads all 16 codes of {cache} under every scale byte exactly"
-        inputs = EveryCode.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
+        inputs = EveryCode.of(phase, cache)
         yield _case(area, f"codes-{cache}-{of}", "C2", says, inputs, reads_every_code)
     for cache in ("ocp", "v41"):
         says = f"{of} reads all 256 codes of {cache} under scale bytes 0 to 9, which no writer of ours emits"
-        inputs = EveryCode.of(phase=phase, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
+        inputs = EveryCode.of(phase, cache, SMALLEST_SCALES)
         yield _case(area, f"codes-{cache}-smallest-{of}", "C2", says, inputs, reads_every_code)
     # many rows, and so few that a backend may have other kernels for them
-    both = "ocp", "v41"
-    for cache, rows, copies, name in (
-        *((cache, 24, 640, "") for cache in both),
-        *((cache, 2, 320, "-few") for cache in both),
-    ):
+    for (rows, copies, name), cache in product(((24, 640, ""), (2, 320, "-few")), ("ocp", "v41")):
         says = f"{of}, {rows} rows of up to {copies} copies: reads keys of {cache} exactly whose columns differ in size"
-        inputs = EveryCode.repeated(rows, copies, phase=phase, geometry=flash("swa"), layout=layout(cache))
+        inputs = EveryCode.repeated(phase, cache, rows, copies)
         yield _case(area, f"codes-{cache}-copies{name}-{of}", "C2 C9", says, inputs, reads_every_code)

@@ -28,7 +28,7 @@ from dsv4attn.testing.cases.whole_layer import whole_layer_cases
 from dsv4attn.testing.checks import insert as check_insert
 from dsv4attn.testing.checks import memory as check_memory
 from dsv4attn.testing.checks.gather import fills, gathers, gathers_long, gathers_within
-from dsv4attn.testing.checks.insert import FAR_POSITIONS, rows
+from dsv4attn.testing.checks.insert import FAR_POSITIONS, CacheRows, rows
 from dsv4attn.testing.checks.projection import outputs, projects, projects_without_positions_of_padding
 from dsv4attn.testing.checks.record_bytes import (
     SMALLEST_SCALES,
@@ -56,8 +56,8 @@ from dsv4attn.testing.kit.strided import each_strided
 
 TYPES = (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32"))
 """Types of q and keys, each with a short name and a layout of the cache."""
-_cache = partial(Case.of, Area.CACHE)
-_memory = partial(Case.of, Area.MEMORY)
+_cache = partial(Case, Area.CACHE)
+_memory = partial(Case, Area.MEMORY)
 
 
 GROUPS = {
@@ -95,28 +95,19 @@ def cache_cases() -> Iterator[Case]:
         ("v41", 32),
         ("v41-split", 64),
     ):
-        name, inputs = f"{cache}-{page}", rows(cache, page=page, blocks=3 if page > 2 else 60)
-        says = f"keys are written to {cache} pages of {page} as the oracle writes them, byte for byte"
-        yield _cache(f"quantise-{name}", "C1 I4", says, inputs, check_insert.quantises)
-        if cache.startswith("v41"):
-            continue  # codes of rotated values may differ by one where the rotation is rounded otherwise
-        says = f"keys are rotated and written to {cache} pages of {page}; kv itself stays"
-        yield _cache(f"insert-{name}", "C1 I2", says, inputs, check_insert.inserts_rotated)
+        inputs = rows(cache, page=page, blocks=3 if page > 2 else 60)
+        yield _quantise(cache, page, inputs)
+        # codes of rotated values may differ by one where the rotation is rounded otherwise
+        if not cache.startswith("v41"):
+            yield _insert(cache, page, inputs)
     for cache, page in (("v41-fp4", 64), ("v41-fp4-split", 32)):
-        inputs = rows(
-            cache, page=page, kind=LayerKind.CSA, geometry=flash("c4a"), placement=PagePlacement(page, 4608), blocks=4
-        )
-        says = f"keys are written to {cache} pages of {page} as the oracle writes them, byte for byte"
-        yield _cache(f"quantise-{cache}-{page}", "C1 I4", says, inputs, check_insert.quantises)
-        says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
-        yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, inputs, gathers)
+        inputs = _entry_rows(cache, page, blocks=4)
+        yield _quantise(cache, page, inputs)
+        yield _gather(cache, page, inputs)
     inputs = rows("nvfp4", page=7, blocks=4, count=25, placement=PagePlacement(7, 4608))
-    says = "keys are written to nvfp4 pages of 7 as the oracle writes them, byte for byte"
-    yield _cache("quantise-nvfp4-7", "C1 I4", says, inputs, check_insert.quantises)
-    says = "keys are rotated and written to nvfp4 pages of 7; kv itself stays"
-    yield _cache("insert-nvfp4-7", "C1 I2", says, inputs, check_insert.inserts_rotated)
-    says = "records of nvfp4 pages of 7 are gathered bit for bit, into their own rows only"
-    yield _cache("gather-nvfp4-7", "R1 R2 R3 C4", says, inputs, gathers)
+    yield _quantise("nvfp4", 7, inputs)
+    yield _insert("nvfp4", 7, inputs)
+    yield _gather("nvfp4", 7, inputs)
     says = "pages further apart than the layout asks for are written where they begin, and gaps stay"
     gap = rows(placement=PagePlacement(64, 4608))
     yield _cache("quantise-gaps", "C1 C4 C6", says, gap, check_insert.quantises)
@@ -131,9 +122,8 @@ def cache_cases() -> Iterator[Case]:
         says = f"{name} queries are normalised and rotated with the table's own angles, in place"
         yield _cache(f"qnorm-{name}", "I1 I5", says, inputs, check_insert.normalises_queries)
     inputs = rows("fp32", dtype=torch.float32)
-    yield _cache(
-        "insert-fp32", "I2 I5", "fp32 keys are rotated and written as they are", inputs, check_insert.inserts_rotated
-    )
+    says = "fp32 keys are rotated and written as they are"
+    yield _cache("insert-fp32", "I2 I5", says, inputs, check_insert.inserts_rotated)
     says = "fp32 keys are rounded to bf16 before they are quantised"
     yield _cache("quantise-fp32-keys", "C1", says, rows("ocp", dtype=torch.float32), check_insert.quantises)
     for cache, page in (
@@ -146,23 +136,36 @@ def cache_cases() -> Iterator[Case]:
         ("v41", 32),
         ("v41-split", 16),
     ):
-        says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
         inputs = rows(cache, page=page, blocks=4 if page <= 64 else 3, placement=PagePlacement(page, 4608))
-        yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, inputs, gathers)
+        yield _gather(cache, page, inputs)
     for cache, page in (("ocp", 16), ("fp32", 2), ("v41-fp4", 4), ("bf16", max(PAGE_SIZES))):
         says = f"rows and lists of a chunk are those of {cache} pages of {page}, of whole requests and of parts"
-        inputs = rows(
-            cache,
-            page=page,
-            kind=LayerKind.CSA,
-            geometry=flash("c4a"),
-            placement=PagePlacement(page, 4608),
-            blocks=5 if page < 64 else 3,
-        )
+        inputs = _entry_rows(cache, page, blocks=5 if page < 64 else 3)
         yield _cache(f"fill-{cache}-{page}", "R5", says, inputs, fills)
     says = "records past the table, before the first position or past the output are absent, whatever lengths say"
     yield _cache("beyond-gather", "R3 R4", says, rows(page=4, blocks=4), gathers_within)
     yield from _code_cases()
+
+
+def _entry_rows(cache: str, page: int, blocks: int) -> CacheRows:
+    """Rows of compressed entries, on pages that lie further apart than they must."""
+    placement = PagePlacement(page, 4608)
+    return rows(cache, kind=LayerKind.CSA, geometry=flash("c4a"), placement=placement, blocks=blocks)
+
+
+def _quantise(cache: str, page: int, inputs: CacheRows) -> Case:
+    says = f"keys are written to {cache} pages of {page} as the oracle writes them, byte for byte"
+    return _cache(f"quantise-{cache}-{page}", "C1 I4", says, inputs, check_insert.quantises)
+
+
+def _insert(cache: str, page: int, inputs: CacheRows) -> Case:
+    says = f"keys are rotated and written to {cache} pages of {page}; kv itself stays"
+    return _cache(f"insert-{cache}-{page}", "C1 I2", says, inputs, check_insert.inserts_rotated)
+
+
+def _gather(cache: str, page: int, inputs: CacheRows) -> Case:
+    says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
+    return _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, inputs, gathers)
 
 
 def odd_cases() -> Iterator[Case]:
@@ -173,15 +176,10 @@ def odd_cases() -> Iterator[Case]:
     says = "1,031 queries are normalised and rotated, and 1,031 keys rotated and written, in one step"
     yield _cache("insert-1031", "I1 I2 F7", says, many, check_insert.inserts_both)
     says = "records of 70 requests are gathered in one step, each by its own row of the block table"
-    yield _cache(
-        "gather-requests",
-        "R1 R2 R3 C4 F7",
-        says,
-        rows(blocks=4, requests=70, placement=PagePlacement(64, 4608)),
-        gathers,
-    )
+    apart = PagePlacement(64, 4608)
+    yield _cache("gather-requests", "R1 R2 R3 C4 F7", says, rows(blocks=4, requests=70, placement=apart), gathers)
     says = "more than 1,024 records of a request are gathered, and the last ones of sequences of 1,048,576"
-    yield _cache("gather-long", "R1 R2 R3 C4 F7", says, rows(blocks=5, placement=PagePlacement(64, 4608)), gathers_long)
+    yield _cache("gather-long", "R1 R2 R3 C4 F7", says, rows(blocks=5, placement=apart), gathers_long)
     few = rows(count=9)
     says = "rows of k lie apart, and the records are the same"
     yield _cache("apart-quantise", "A7 C1", says, few, each_strided("k", check_insert.quantises))
@@ -226,12 +224,11 @@ def memory_cases() -> Iterator[Case]:
         inputs = call(phase, "plain", "swa", placements=(far, far), sinks=SINKS)
         yield _memory(f"far-{phase.value}", "A5", says, inputs, check_memory.far)
         says = f"{phase.value} reads pages of the compressed cache past 2^31 and 2^32 bytes"
-        inputs = call(
-            phase, "plain", "c4a", placements=(PagePlacement(64), attrs.evolve(far, block_size=32)), sinks=SINKS
-        )
+        placements = PagePlacement(64), attrs.evolve(far, block_size=32)
+        inputs = call(phase, "plain", "c4a", placements=placements, sinks=SINKS)
         yield _memory(f"far-compressed-{phase.value}", "A5", says, inputs, check_memory.far)
     says = "records are written to pages past 2^31 and 2^32 bytes"
-    yield _memory("far-insert", "A5 C4", says, rows(placement=far, count=90), check_insert.far_inserts)
+    yield _memory("far-insert", "A5 C4", says, rows(placement=far, count=90), check_insert.quantises)
     says = "rotated keys are written to pages past 2^31 and 2^32 bytes"
     yield _memory("far-insert-fused", "A5 C4", says, rows(placement=far, count=90), check_insert.inserts_rotated)
     says = "records are gathered from pages past 2^31 and 2^32 bytes"
@@ -307,11 +304,11 @@ def _code_cases() -> Iterator[Case]:
         says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
         if cache == "nvfp4":
             says = f"all 16 codes of {cache} under every scale byte are gathered exactly"
-        codes = EveryCode.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
+        codes = EveryCode.of(Phase.PREFILL, cache)
         yield _cache(f"codes-{cache}-gather", "R1 C2", says, codes, gathers_every_code)
     for cache in ("ocp", "v41"):
         says = f"all 256 codes of {cache} under scale bytes 0 to 9, which no writer of ours emits, are gathered exactly"
-        codes = EveryCode.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache), scales=SMALLEST_SCALES)
+        codes = EveryCode.of(Phase.PREFILL, cache, SMALLEST_SCALES)
         yield _cache(f"codes-{cache}-smallest-gather", "R1 C2", says, codes, gathers_every_code)
 
 
@@ -322,7 +319,7 @@ def nan_cases() -> Iterator[Case]:
             says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
             # one kind with two segments is enough, since all kinds are read in the same way
             inputs = NanKeys.of(phase, cache, "c4a" if cache == "ocp" else "swa")
-            yield Case.of(Area(phase.value), f"nan-{cache}-{phase.value}", "C8 C6", says, inputs, shows_nan)
+            yield Case(Area(phase.value), f"nan-{cache}-{phase.value}", "C8 C6", says, inputs, shows_nan)
     for cache in ("ocp", "fnuz", "interleaved", "v41", "nvfp4"):
         says = f"NaN codes, scales and RoPE values of {cache} records are gathered as NaN"
         inputs = NanKeys.of(Phase.PREFILL, cache, "swa")

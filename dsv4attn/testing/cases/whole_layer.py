@@ -21,7 +21,7 @@ from dsv4attn.testing.checks.whole_layer import (
 )
 from dsv4attn.testing.kit.factories import HEADS, index_layout, layout
 
-_layer = partial(Case.of, Area.LAYER)
+_layer = partial(Case, Area.LAYER)
 SIZES: dict[str, Any] = {
     "num_heads": HEADS,
     "o_groups": 2,

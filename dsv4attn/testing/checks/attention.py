@@ -9,19 +9,18 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract import RankOps
 from dsv4attn.core.reprs import fields_repr
-from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, worst_of
+from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, located, worst_of
 from dsv4attn.testing.kit.oracle_cache import body
 from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
 from dsv4attn.testing.kit.single_call import IndexLists, SingleCall
 from dsv4attn.testing.kit.strided import bits
-from dsv4attn.testing.kit.tolerances import shown, tolerance, worst_error
+from dsv4attn.testing.kit.tolerances import as_f64, shown, worst_error
 
 Result = tuple[Tensor, "Tensor | None"]
 
@@ -36,10 +35,7 @@ def run(bench: Bench, inputs: StepFixture | SingleCall) -> Result:
 def judged(inputs: StepFixture | SingleCall, result: Result) -> Measure:
     """Compare with the oracle."""
     error, where = inputs.judge(*result)
-    if isinstance(inputs, SingleCall):
-        return Measure(error, inputs.budget).hold(where)
-    budget = tolerance(inputs.layout, inputs.q_dtype)
-    return Measure(error * budget, budget).hold(where)
+    return Measure(error, inputs.budget).hold(where)
 
 
 def require_same_bits(what: str, left: Result, right: Result) -> None:
@@ -83,10 +79,7 @@ def same_bits(what: str, *variations: dict[str, Any]) -> Callable[[Bench, Any], 
 
 def sink_matters(bench: Bench, inputs: StepFixture) -> Measure:
     """Another sink, another output; the same lse."""
-    sinks = [0.0] * inputs.layer.num_heads
-    for head in range(inputs.layer.num_heads):
-        sinks[head] = 3.0 - head % 7
-    with_other_sinks = attrs.evolve(inputs, sinks=sinks)
+    with_other_sinks = attrs.evolve(inputs, sinks=[3.0 - head % 7 for head in range(inputs.layer.num_heads)])
     (out, lse), (changed, same) = run(bench, inputs), run(bench, with_other_sinks)
     rows = [row for row, token in enumerate(inputs.tokens) if token.valid]
     if not (out[rows] != changed[rows]).flatten(1).any(1).all():
@@ -122,7 +115,7 @@ def largest_logits(bench: Bench, call: SingleCall) -> Measure:
         result = variant.run(bench, max_logits=top)
         require_same_bits("without max_logits", variant.run(bench), result)
         measures.append(judged(variant, result))
-        actual, expected = top.double().cpu().numpy(), variant.largest
+        actual, expected = as_f64(top), variant.largest
         with np.errstate(invalid="ignore"):
             errors = np.where(np.isneginf(actual) & np.isneginf(expected), 0.0, np.abs(actual - expected))
         error, (row, head) = worst_error(errors)
@@ -184,7 +177,7 @@ def merged_by(
     sent_lse = torch.empty(len(outs), *lses[0].shape, device=sent.device, dtype=torch.float32)
     for partial_out, partial_lse, sent_to, lse_to in zip(outs, lses, sent, sent_lse, strict=True):
         rank_ops.pack_partial(partial_out, partial_lse, sent_to, lse_to)
-    specs = rank_ops.merge_scratch(outs[0].shape[0], outs[0].shape[1], outs[0].shape[2])
+    specs = rank_ops.merge_scratch(*outs[0].shape)
     scratch = [torch.empty(shape, dtype=dtype, device=sent.device) for shape, dtype in specs]
     out, lse = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], torch.nan)
     rank_ops.merge_partials(sent, sent_lse, out, lse, sinks, scratch)
@@ -213,9 +206,8 @@ def sharded(count: int) -> Callable[[Bench, SingleCall], Measure]:
             outs.append(out)
             lses.append(lse)
         sinks = None if call.sinks is None else torch.tensor(call.sinks, dtype=torch.float32, device=outs[0].device)
-        out, lse = merged_by(bench.backend.rank_ops, outs, lses, sinks)
-        error, where = call.judge(out, lse)
-        return Measure(error, call.budget).hold(f"{count} shards: {where}")
+        with located(f"{count} shards"):
+            return judged(call, merged_by(bench.backend.rank_ops, outs, lses, sinks))
 
     return check
 
@@ -322,7 +314,7 @@ def _rows_of(bench: Bench, history: _History, way: Way, *, judge: bool = True) -
     """Rows of the requests, computed in a way, and the verdict on its last step."""
     rows, measure = RowBits(), Measure()
     inputs, caches = history.inputs, history.restored()
-    limits = evolve(inputs.limits, single_phase=way.single_phase or not bench.backend.phases_agree)
+    limits = attrs.evolve(inputs.limits, single_phase=way.single_phase or not bench.backend.phases_agree)
     for step in inputs.in_steps(way.cut, way.only):
         problem = step.problem(bench.backend, caches, limits)
         if way.narrow and problem.topk_indices is not None:
@@ -362,10 +354,8 @@ def layers_share(bench: Bench, inputs: StepFixture) -> Measure:
         )
         out, lse = layer.answer(bench, workspace)
         results.append((layer, (out, lse)))  # alive, so that no two layers have one address
-        try:
+        with located(f"layer {n % LAYERS}, time {n // LAYERS + 1}"):
             measures.append(judged(step, (out, lse)))
-        except Wrong as wrong:
-            raise Wrong(f"layer {n % LAYERS}, time {n // LAYERS + 1}: {wrong}", wrong.measure) from wrong
     return worst_of(*measures)
 
 
@@ -382,12 +372,11 @@ def over_ranks(*divided: tuple[int, int]) -> Callable[[Bench, StepFixture], Meas
         for size, interleave in divided:
             ranks = [Ownership(rank, size, interleave) for rank in range(size)]
             parts = [_part(bench, attrs.evolve(inputs, sinks=None, ownership=rank)) for rank in ranks]
-            outs, lses = (torch.stack([part[i] for _, *part in parts]) for i in (0, 1))
-            try:
-                whole = judged(inputs, _merged(bench, outs, lses, inputs))
-            except Wrong as wrong:
-                raise Wrong(f"{size} ranks, interleave {interleave}, merged: {wrong}", wrong.measure) from None
-            measures += [whole, *(measure for measure, *_ in parts)]
+            of_ranks, outs, lses = zip(*parts, strict=True)
+            sinks = None if inputs.sink_values is None else inputs.tensor(inputs.sink_values, torch.float32)
+            whole = merged_by(bench.backend.rank_ops, outs, lses, sinks)
+            with located(f"{size} ranks, interleave {interleave}, merged"):
+                measures += [judged(inputs, whole), *of_ranks]
         return worst_of(*measures)
 
     return check
@@ -395,17 +384,6 @@ def over_ranks(*divided: tuple[int, int]) -> Callable[[Bench, StepFixture], Meas
 
 def _part(bench: Bench, part: StepFixture) -> tuple[Measure, Tensor, Tensor]:
     """The verdict on what a rank computes, and its out and lse."""
-    out, lse = part.problem(bench.backend).run(bench.backend)
-    try:
-        measure = judged(part, (out, lse))
-    except Wrong as wrong:
-        rank = part.ownership
-        where = f"rank {rank.rank} of {rank.size}, interleave {rank.interleave}: {wrong}"
-        raise Wrong(where, wrong.measure) from None
-    return measure, out, lse
-
-
-def _merged(bench: Bench, outs: Tensor, lses: Tensor, inputs: StepFixture) -> tuple[Tensor, Tensor]:
-    """Out and lse of all ranks, with the sink of the case input, by the backend's ops over ranks."""
-    sink = None if inputs.sink_values is None else torch.from_numpy(inputs.sink_values).to(outs.device, torch.float32)
-    return merged_by(bench.backend.rank_ops, [*outs], [*lses], sink)
+    (out, lse), rank = part.run(bench.backend), part.ownership
+    with located(f"rank {rank.rank} of {rank.size}, interleave {rank.interleave}"):
+        return judged(part, (out, lse)), out, lse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -19,9 +19,10 @@ from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 from dsv4attn.testing.kit.factories import CaseInput, cos_sin_table, normal
-from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, Pages, place_of
+from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, Pages
 from dsv4attn.testing.kit.random_step import STALE_POSITIONS
-from dsv4attn.testing.kit.tolerances import F64, U8, Formula, hold_record, hold_values, read_row, rounded
+from dsv4attn.testing.kit.strided import unchanged
+from dsv4attn.testing.kit.tolerances import F64, U8, Formula, as_f64, hold_record, hold_values, read_row, rounded
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle import layer as oracle_layer
 
@@ -71,6 +72,22 @@ def hold_bytes(now: U8, expected: U8, name: str, where: str = "") -> None:
     count, page, byte = first_difference(now, expected)
     if count:
         raise Wrong(f"{where}{count} bytes of {name} differ, first byte {byte} of page {page}")
+
+
+def hold_entries(oracle_cache: OracleCache, untouched: U8, rows: Iterable[tuple[int, Formula, str]]) -> Measure:
+    """Raise Wrong unless some slots hold their rows, and all other bytes of the pages are those of `untouched`.
+
+    rows: slot, row as it is stored but for the last rounding, and name in messages.
+    """
+    now, expected, worst = oracle_cache.bytes(), untouched.copy(), Measure()
+    for slot, row, name in rows:
+        place = oracle_cache.place(slot)
+        worst = worst_of(worst, hold_record(now[place], row, oracle_cache.cache.layout, f"{name}, slot {slot}"))
+        expected[place] = now[place]
+    count, page, byte = first_difference(now, expected)
+    if count:
+        raise Wrong(f"byte {byte} of page {page} of the entries was written, and belongs to no entry of the step")
+    return worst
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -222,17 +239,13 @@ class CompressorStep(CaseInput):
 
     def blank_states(self) -> OracleCache:
         """A state cache without states."""
-        oracle_cache = OracleCache.blank(
-            self.state_layout, self.state_pages.count, PagePlacement(self.state_page, self.gap), self.device
-        )
-        oracle_cache.pages(4096).fill_(self.unused)
-        return oracle_cache
+        placement = PagePlacement(self.state_page, self.gap)
+        return OracleCache.blank(self.state_layout, self.state_pages.count, placement, self.device, self.unused)
 
     def blank_entries(self) -> OracleCache:
         """A cache without entries."""
-        return OracleCache.blank(
-            self.layout, self.entry_pages.count, PagePlacement(self.entry_page, self.gap), self.device
-        )
+        placement = PagePlacement(self.entry_page, self.gap)
+        return OracleCache.blank(self.layout, self.entry_pages.count, placement, self.device)
 
     def save(self, oracle_cache: OracleCache, spans: Iterable[Span]) -> OracleCache:
         """Write the states of some tokens as the oracle has them."""
@@ -285,23 +298,13 @@ class CompressorStep(CaseInput):
         """Slot of an entry."""
         return int(self.entry_pages.slots(request, [number])[0])
 
-    def place(self, slot: int) -> tuple[int, NDArray[np.int64]]:
-        """Page and bytes of the entry in a slot."""
-        return slot // self.entry_page, place_of(self.layout, slot % self.entry_page, self.entry_page)
-
     def judge_entries(self, oracle_cache: OracleCache, untouched: U8, entries: Iterable[tuple[int, int]]) -> Measure:
         """Entries are those of the oracle, and all other bytes of their pages are those of `untouched`."""
-        now, expected, worst = oracle_cache.bytes(), untouched.copy(), Measure()
-        for request, number in entries:
-            slot = self.entry_slot(request, number)
-            place, where = self.place(slot), f"entry {number} of request {request}, slot {slot}"
-            measure = hold_record(now[place], self.entry(request, number), self.layout, where)
-            worst = worst_of(worst, measure)
-            expected[place] = now[place]
-        count, page, byte = first_difference(now, expected)
-        if count:
-            raise Wrong(f"byte {byte} of page {page} of the entries was written, and belongs to no entry of the step")
-        return worst
+        rows = (
+            (self.entry_slot(request, number), self.entry(request, number), f"entry {number} of request {request}")
+            for request, number in entries
+        )
+        return hold_entries(oracle_cache, untouched, rows)
 
 
 def run_step(
@@ -403,10 +406,8 @@ def _save(bench: Bench, inputs: CompressorStep, cache: PagedKVCache, slots: np.n
     kv, score = inputs.projected(inputs.spans)
     positions = inputs.tensor(np.array([p for _, p in tokens_of(inputs.spans)], dtype=np.int64))
     ape = inputs.tensor(inputs.ape, torch.float32)
-    copies = kv.clone(), score.clone()
-    bench.layer_ops.save_partial_states(kv, score, ape, positions, cache, inputs.tensor(slots))
-    if not (torch.equal(kv, copies[0]) and torch.equal(score, copies[1])):
-        raise Wrong("kv or scores were changed")
+    with unchanged(kv=kv, score=score):
+        bench.layer_ops.save_partial_states(kv, score, ape, positions, cache, inputs.tensor(slots))
 
 
 def _wild(slots: np.ndarray, capacity: int) -> np.ndarray:
@@ -535,7 +536,8 @@ def moved(bench: Bench, inputs: CompressorStep) -> Measure:
 
 def spoils_own_entries(bench: Bench, inputs: CompressorStep) -> Measure:
     """A NaN in kv or in a score of a token makes the entries NaN that it counts in, and harms no other."""
-    clean = saved_and_compressed(bench, inputs)[1].bytes()
+    entries = saved_and_compressed(bench, inputs)[1]
+    clean = entries.bytes()
     tokens, seen = tokens_of(inputs.spans), set[tuple[int, bool]]()
     for number, (token, overlap_half, part) in enumerate(((6, 0, 0), (6, 1, 1), (9, 1, 0), (11, 0, 1))):
         request, position = tokens[token]
@@ -548,7 +550,7 @@ def spoils_own_entries(bench: Bench, inputs: CompressorStep) -> Measure:
         for owner, entry in inputs.completed(inputs.spans):
             window = oracle_layer.entry_window(entry, inputs.ratio, overlap=inputs.overlap)
             counts = owner == request and (position, half) in window
-            place = inputs.place(inputs.entry_slot(owner, entry))
+            place = entries.place(inputs.entry_slot(owner, entry))
             if counts and not np.isnan(read_row(spoiled[place], inputs.layout)).any():
                 raise Wrong(f"{name}: entry {entry}, which it counts in, does not read as NaN")
             if not counts and not np.array_equal(spoiled[place], clean[place]):
@@ -653,20 +655,17 @@ def run_latents(
         )
         for stream in (LATENT_KV, LATENT_SCORE)
     )
-    copies = kv.clone(), score.clone()
-    latents = bench.layer_ops.compress_latents(
-        kv,
-        None if states is None else score,
-        inputs.tensor(positions),
-        inputs.tensor(requests, torch.int32),
-        inputs.tensor(inputs.weight(), torch.float32),
-        inputs.eps,
-        inputs.ratio,
-        None if states is None else StatePages(states.cache, inputs.tensor(inputs.rings)),
-    )
-    after = (kv, copies[0]), (score, copies[1])
-    if not all(torch.equal(now.view(torch.int32), was.view(torch.int32)) for now, was in after):
-        raise Wrong("kv or scores were changed")
+    with unchanged(kv=kv, score=score):
+        latents = bench.layer_ops.compress_latents(
+            kv,
+            None if states is None else score,
+            inputs.tensor(positions),
+            inputs.tensor(requests, torch.int32),
+            inputs.tensor(inputs.weight(), torch.float32),
+            inputs.eps,
+            inputs.ratio,
+            None if states is None else StatePages(states.cache, inputs.tensor(inputs.rings)),
+        )
     if latents.dtype != torch.bfloat16 or latents.shape != kv.shape:
         raise Wrong(f"latents: {list(latents.shape)} {latents.dtype}, expected {list(kv.shape)} torch.bfloat16")
     for row in np.flatnonzero(requests < 0):
@@ -689,28 +688,19 @@ def _with_padding(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return tokens
 
 
-def _element(row: str, index: tuple[int, ...]) -> str:
-    return f"{row}, {list(index)}"
-
-
 def _judge_latents(inputs: LatentSteps, latents: Tensor, spans: Sequence[Span]) -> Measure:
-    worst = Measure(0.0, 1.0)
+    measures = [Measure(0.0, 1.0)]
     for row, (request, position) in zip(latents, tokens_of(spans), strict=True):
         if (position + 1) % inputs.ratio == 0:
             number = position // inputs.ratio
-            where = partial(_element, f"latent {number} of request {request}")
-            measure = hold_values(row, inputs.latent(request, number), torch.bfloat16, where)
-            worst = worst_of(worst, measure)
-    return worst
+            what = f"latent {number} of request {request}"
+            measures.append(hold_values(row, inputs.latent(request, number), torch.bfloat16, what))
+    return worst_of(*measures)
 
 
 def _blank(inputs: LatentSteps) -> OracleCache:
-    layout = KVCacheLayout.compressor_state(inputs.dim)
-    oracle_cache = OracleCache.blank(
-        layout, inputs.state_pages().count, PagePlacement(inputs.state_page, 0), inputs.device
-    )
-    oracle_cache.pages(4096).fill_(0xFF)
-    return oracle_cache
+    layout, placement = KVCacheLayout.compressor_state(inputs.dim), PagePlacement(inputs.state_page)
+    return OracleCache.blank(layout, inputs.state_pages().count, placement, inputs.device)
 
 
 def _judge_rings(inputs: LatentSteps, states: OracleCache, steps: Sequence[Sequence[Span]]) -> None:
@@ -734,17 +724,16 @@ def makes_latents(*cuts: Sequence[int], padded: bool = False) -> Callable[[Bench
     """
 
     def check(bench: Bench, inputs: LatentSteps) -> Measure:
-        worst = Measure(0.0, 1.0)
+        measures = []
         for sizes in ((2**20,), *cuts):
             steps = list(cut_into_steps([(0, length) for length in inputs.lengths], sizes))
             states = _blank(inputs) if inputs.ratio > 1 else None
             for spans in steps:
                 latents = run_latents(bench, inputs, states, spans, padded=padded)
-                measure = _judge_latents(inputs, latents, spans)
-                worst = worst_of(worst, measure)
+                measures.append(_judge_latents(inputs, latents, spans))
             if states is not None:
                 _judge_rings(inputs, states, steps)
-        return worst
+        return worst_of(*measures)
 
     return check
 
@@ -772,7 +761,7 @@ def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, LatentStep
         spans = inputs.spans
         live = [(0, -(-length // inputs.ratio)) for length in inputs.lengths]
         pages = Pages(live, 16, spare=2, dead=-1, key=(inputs.seed, LATENT_ENTRIES))
-        oracle_cache = OracleCache.blank(inputs.layout, pages.count, PagePlacement(16, 0), inputs.device)
+        oracle_cache = OracleCache.blank(inputs.layout, pages.count, PagePlacement(16), inputs.device)
         tokens, x = tokens_of(spans), inputs.values(LATENT_KV, spans).bfloat16()
         # every token has a slot: only those that complete an entry may use it
         slots = np.array([pages.slots(request, [p // inputs.ratio])[0] for request, p in tokens])
@@ -783,26 +772,21 @@ def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, LatentStep
         positions = inputs.tensor(np.array([p for _, p in tokens], dtype=np.int64))
         table = cos_sin_table(inputs.drawn_angles(LATENT_ANGLES, max(inputs.lengths), 32))
         weight = inputs.tensor(inputs.weight(), torch.float32) if normed else None
-        original, expected = x.clone(), oracle_cache.bytes().copy()
+        untouched = oracle_cache.bytes()
         norm = EntryNorm(weight, inputs.eps, inputs.tensor(table, torch.float32))
-        store = bench.layer_ops.norm_rope_store
-        store(x, positions, inputs.tensor(slots), norm, inputs.ratio, oracle_cache.cache)
-        if not torch.equal(x.view(torch.int16), original.view(torch.int16)):
-            raise Wrong("the rows that were given were changed")
-        now, worst = oracle_cache.bytes(), Measure()
-        for row, slot, (request, p) in zip(original.double().cpu().numpy(), slots, tokens, strict=True):
+        with unchanged(x=x):
+            store = bench.layer_ops.norm_rope_store
+            store(x, positions, inputs.tensor(slots), norm, inputs.ratio, oracle_cache.cache)
+        stored = []
+        for row, slot, (request, p) in zip(as_f64(x), slots, tokens, strict=True):
             if (p + 1) % inputs.ratio or not 0 <= slot < oracle_cache.cache.capacity:
                 continue
-            place, where = (slot // 16, place_of(inputs.layout, slot % 16, 16)), f"token {p} of request {request}"
             formula = Formula.exact(row)
             if normed:
                 formula = _in_bf16(formula.normed(inputs.weight(), inputs.eps))
             cos, sin = np.split(table[p // inputs.ratio * inputs.ratio], 2)
-            measure = hold_record(now[place], formula.turned(cos, sin), inputs.layout, where)
-            worst, expected[place] = worst_of(worst, measure), now[place]
-        if not np.array_equal(now, expected):
-            raise Wrong("bytes that belong to no entry of the step were written")
-        return worst
+            stored.append((slot, formula.turned(cos, sin), f"token {p} of request {request}"))
+        return hold_entries(oracle_cache, untouched, stored)
 
     return check
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dsv4attn.core.attention.gathered import fill_by_ops
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import ChunkRows, ChunkTokens, DenseIndices, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm
 from dsv4attn.core.torch_ops import index_ops as indices
@@ -21,7 +20,7 @@ from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.checks.insert import CacheRows
 from dsv4attn.testing.kit.factories import normal, window_of
 from dsv4attn.testing.kit.oracle_cache import OracleCache
-from dsv4attn.testing.kit.tolerances import F64, hold_equal
+from dsv4attn.testing.kit.tolerances import as_f64, hold_equal
 
 LONG = 2**14
 """Columns of a long block table: with pages of 64 records, a sequence of 2^20."""
@@ -31,7 +30,7 @@ def gathers(bench: Bench, rows: CacheRows) -> Measure:
     """`dequantize_and_gather_k_cache` makes rows of records bit for bit, and touches no other row."""
     bench.require_gathering()
     size = rows.placement.block_size
-    oracle_cache = rows.blank().write(np.arange(rows.blocks * size), _random_rows(rows))
+    oracle_cache = _full_cache(rows, 27)
     rng = np.random.default_rng((rows.seed, 26))
     seq_lens, takes = 1 + np.arange(rows.requests) % 3, np.ones(rows.requests, dtype=np.int64)
     seq_lens[:5], takes[:5] = [2 * size, 1, 0, size + 1, 3 * size // 2], [size + 1, 1, 0, 2, 0]
@@ -47,7 +46,7 @@ def gathers_long(bench: Bench, rows: CacheRows) -> Measure:
     """More than 1,024 records of a request, and the last ones of sequences whose block table is long."""
     bench.require_gathering()
     size = rows.placement.block_size
-    oracle_cache = rows.blank().write(np.arange(rows.blocks * size), _random_rows(rows))
+    oracle_cache = _full_cache(rows, 27)
     seq_lens, takes = np.array([LONG * size, 1031 * size - 3, 70]), np.array([3, 1031, 70])
     tables = np.random.default_rng((rows.seed, 29)).integers(0, rows.blocks, (3, LONG))
     _gather(bench, rows, oracle_cache, tables, rows.tensor(tables).int(), seq_lens, takes, 2)
@@ -68,7 +67,7 @@ def _gather(
     size, counts = rows.placement.block_size, seq_lens if lens is None else lens
     shape = len(seq_lens), offset + int(counts.max()) + 4, rows.layer.head_dim
     out = torch.full(shape, math.nan, dtype=rows.layout.row_dtype, device=rows.device)
-    expected = out.double().cpu().numpy()
+    expected = as_f64(out)
     gather = None if lens is None else rows.tensor(lens).int()
     bench.backend.dequantize_and_gather_k_cache(
         out, oracle_cache.cache, rows.tensor(seq_lens).int(), gather, table, offset
@@ -84,8 +83,10 @@ def _place(place: tuple[int, ...]) -> str:
     return "request {}, row {}, column {}".format(*place)
 
 
-def _random_rows(rows: CacheRows) -> F64:
-    return normal((rows.seed, 27), np.arange(rows.blocks * rows.placement.block_size), rows.layer.head_dim)
+def _full_cache(rows: CacheRows, stream: int) -> OracleCache:
+    """A cache with a random record in each slot."""
+    slots = np.arange(rows.blocks * rows.placement.block_size)
+    return rows.blank().write(slots, normal((rows.seed, stream), slots, rows.layer.head_dim))
 
 
 MOST = 2**31 - 1
@@ -102,8 +103,7 @@ def gathers_within(bench: Bench, rows: CacheRows) -> Measure:
     """Records that exist go to rows that exist; every other row, and the memory around the output, stays as it is."""
     bench.require_gathering()
     size, dim = rows.placement.block_size, rows.layer.head_dim
-    slots = np.arange(rows.blocks * size)
-    oracle_cache = rows.blank().write(slots, normal((rows.seed, 45), slots, dim))
+    oracle_cache = _full_cache(rows, 45)
     # columns past the table hold blocks that exist; a gather must not read them
     blocks = np.random.default_rng((rows.seed, 46)).integers(0, rows.blocks, (len(SEQ_LENS), 5))
     table = rows.tensor(blocks).int()[:, :3]
@@ -112,7 +112,7 @@ def gathers_within(bench: Bench, rows: CacheRows) -> Measure:
     shape = len(SEQ_LENS) + 2, ROWS + 2, dim
     for lens, offset in ((None, 0), (gather_lens, 0), (gather_lens, 4), (None, ROWS), (gather_lens, ROWS + 1)):
         memory = torch.full(shape, UNTOUCHED, dtype=rows.layout.row_dtype, device=rows.device)
-        expected = memory.double().cpu().numpy()
+        expected = as_f64(memory)
         bench.backend.dequantize_and_gather_k_cache(
             memory[1:-1, 1:-1], oracle_cache.cache, seq_lens, lens, table, offset
         )
@@ -124,7 +124,7 @@ def gathers_within(bench: Bench, rows: CacheRows) -> Measure:
                     expected[1 + i, 1 + offset + j] = oracle_cache.values[
                         blocks[i, position // size] * size + position % size
                     ]
-        actual = memory.double().cpu().numpy()
+        actual = as_f64(memory)
         if not np.array_equal(actual, expected):
             i, row = (int(axis[0]) for axis in (actual != expected).any(-1).nonzero())
             lengths = f"seq_len {SEQ_LENS[i - 1]}, gather_len {GATHER_LENS[i - 1] if lens is not None else None}"
@@ -148,7 +148,7 @@ def fills(bench: Bench, rows: CacheRows) -> Measure:
     window = window_of(rows.layout)
     size = rows.placement.block_size
     oracle_caches = [
-        _full_cache(attrs.evolve(rows, seed=rows.seed + i), cache_layout)
+        _full_cache(attrs.evolve(rows, seed=rows.seed + i, layout=cache_layout), 42)
         for i, cache_layout in enumerate((window, rows.layout))
     ]
     # tokens before the step, tokens of the chunk, and later tokens of the step
@@ -182,7 +182,8 @@ class _Chunk:
         ]
         seen = np.concatenate([(b + 1 + np.arange(n)) // RATIO for b, n in zip(prefixes, counts, strict=True)])
         starts = 3 + np.concatenate([[0], np.cumsum(counts + tails)])
-        kv = torch.full((len(counts), total, self.rows.layer.head_dim), math.nan, dtype=self.row_dtype, device="cpu")
+        shape = len(counts), total, self.rows.layer.head_dim
+        kv = torch.full(shape, math.nan, dtype=self.rows.layout.row_dtype, device=self.rows.device)
         width = TOPK + WINDOW + 2
         lists = DenseIndices(*(self._ints(np.full(shape, 7)) for shape in ((tokens, width), (tokens,))))
         flat = None
@@ -201,7 +202,7 @@ class _Chunk:
         )
         chunk = ChunkRows(
             tokens=chunk_tokens,
-            kv=kv.to(self.rows.device),
+            kv=kv,
             combined=lists,
             ragged=flat,
             tail=int(tails[0]) if self.number else None,
@@ -211,10 +212,8 @@ class _Chunk:
             lengths=self._ints(np.full((3, len(counts)), 7)),
             starts=self._ints(np.full(len(counts) + 1, 7)),
         )
-        caches, backend = (
-            LayerCaches(*(oracle_cache.cache for oracle_cache in self.oracle_caches)),
-            self.bench.backend,
-        )
+        caches = LayerCaches(*(oracle_cache.cache for oracle_cache in self.oracle_caches))
+        backend = self.bench.backend
         numbers = [self._ints(self._numbers(rng, seen)) for _ in range(2)]
         prepare = backend.prepare_rows or partial(fill_by_ops, backend)
         fill = prepare(chunk, numbers[0], caches.swa, caches.compressed)
@@ -228,11 +227,6 @@ class _Chunk:
             fill(topk, caches.swa, caches.compressed)
             self._judge_lists(chunk, topk, own_tokens)
         self._judge_rows(chunk, tables, ends, gathers)
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """Type of the rows."""
-        return self.rows.layout.row_dtype
 
     def _ints(self, values: NDArray[np.int64]) -> Tensor:
         return self.rows.tensor(values, torch.int32)
@@ -285,9 +279,3 @@ class _Chunk:
                 if 0 <= block < self.rows.blocks:
                     expected[i, row] = self.oracle_caches[cache].values[block * self.rows.placement.block_size + offset]
         hold_equal(chunk.kv, expected, lambda place: f"chunk {self.number}, {_place(place)}")
-
-
-def _full_cache(rows: CacheRows, layout: KVCacheLayout) -> OracleCache:
-    slots = np.arange(rows.blocks * rows.placement.block_size)
-    keys: F64 = normal((rows.seed, 42), slots, rows.layer.head_dim)
-    return attrs.evolve(rows, layout=layout).blank().write(slots, keys)

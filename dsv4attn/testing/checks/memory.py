@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -167,19 +168,12 @@ class _Metered:
         return run
 
 
-@attrs.frozen
-class _Layer:
-    """A backend of which only the layer ops are used."""
-
-    layer_ops: Any
-
-
 def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Callable[[Bench, Any], Measure]:
     """The layer ops of some runs hold no more temporaries than `transient_bytes(tokens)` of the ops says."""
 
     def check(bench: Bench, inputs: Any) -> Measure:  # noqa: ANN401 - a CaseInput
         metered, allowed = _Metered(bench.layer_ops), bench.layer_ops.transient_bytes(tokens)
-        backend: Any = _Layer(metered)
+        backend: Any = SimpleNamespace(layer_ops=metered)
         for run in runs:
             run(attrs.evolve(bench, backend=backend), inputs)
         where = f"{metered.used} bytes of temporaries, transient_bytes of the layer ops says {allowed}"

@@ -17,7 +17,7 @@ from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.checks.insert import BF16, FP32_STEPS, CacheRows, stale_rows
 from dsv4attn.testing.kit.factories import normal
 from dsv4attn.testing.kit.strided import StridedTensors, unchanged
-from dsv4attn.testing.kit.tolerances import F64, rounded, shown, worst_error
+from dsv4attn.testing.kit.tolerances import F64, as_f64, rounded, shown, worst_error
 from dsv4attn.testing.oracle import attention as oracle
 
 WO_A, WO_B = 28, 29
@@ -146,7 +146,7 @@ def outputs(bench: Bench, rows: CacheRows) -> Measure:
         _check_result(y, (rows.count, rows.hidden), o)
         matrix = second.values[:, columns]
         z, moved = (part.reshape(rows.count, -1)[:, columns] for part in (wanted_z, budget_z))
-        results += y.double().cpu().numpy()
+        results += as_f64(y)
         expected += z @ matrix.T
         moved = (moved + FP32_STEPS * np.abs(z)) @ np.abs(matrix).T
         budget += (1 + unit) * moved + unit * np.abs(z @ matrix.T)
@@ -194,7 +194,7 @@ def _expected(rows: CacheRows, weight: F64) -> tuple[F64, F64]:
 def _judge(result: Tensor, expected: F64, budget: F64) -> Measure:
     """The largest error in budgets of its element. Raises Wrong if it is above 1, or NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        values = result.double().cpu().numpy()
+        values = as_f64(result)
         error, place = worst_error(np.abs(values - expected) / budget)
     where = f"row {place[0]}: projected value {list(place[1:])}"
     said = f"{where} is {shown(values[place], 6)}, expected {expected[place]:.6g}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import attrs
 import numpy as np
@@ -22,7 +23,7 @@ from dsv4attn.testing.kit.factories import flash, layout, normal
 from dsv4attn.testing.kit.oracle_cache import OracleCache
 from dsv4attn.testing.kit.single_call import IndexLists, SingleCall
 from dsv4attn.testing.kit.strided import bits
-from dsv4attn.testing.kit.tolerances import F64, U8, hold_equal, worst_error, written
+from dsv4attn.testing.kit.tolerances import F64, U8, as_f64, hold_equal, worst_error, written
 from dsv4attn.testing.oracle.attention import pack_e2m1
 
 SCALES = range(10, 246)
@@ -51,20 +52,17 @@ class EveryCode(SingleCall):
     scales: Sequence[int] = SCALES
 
     @classmethod
-    def of(cls, **fields: object) -> EveryCode:
+    def of(cls, phase: Phase, cache: str, scales: Sequence[int] = SCALES, **changes: Any) -> EveryCode:  # noqa: ANN401 - fields
         """A window-only call with a row for each scale byte, or of e2m1 with a group for each."""
-        records, scales = fields["layout"], fields.get("scales", SCALES)
-        assert isinstance(records, KVCacheLayout)
-        assert isinstance(scales, Sequence)
-        rows = len(scales)
-        if records.fp8_format is None:
-            rows = -(-len(E2M1_SCALES) // records.num_groups)
-        return cls(kind="swa", pattern="one", rows=rows, **fields)  # type: ignore[arg-type]
+        records = layout(cache)
+        rows = len(scales) if records.fp8_format else -(-len(E2M1_SCALES) // records.num_groups)
+        fields = {"layout": records, "kind": "swa", "pattern": "one", "scales": scales, "rows": rows, **changes}
+        return cls(phase=phase, geometry=flash("swa"), **fields)
 
     @classmethod
-    def repeated(cls, rows: int, copies: int, **fields: object) -> EveryCode:
+    def repeated(cls, phase: Phase, cache: str, rows: int, copies: int) -> EveryCode:
         """A window-only call whose rows list one key up to `copies` times."""
-        return cls(kind="swa", pattern="one", rows=rows, copies=copies, window_columns=copies, **fields)  # type: ignore[arg-type]
+        return cls.of(phase, cache, rows=rows, copies=copies, window_columns=copies)
 
     def label(self, row: int) -> str:
         """A row, for messages."""
@@ -73,41 +71,32 @@ class EveryCode(SingleCall):
     @cached_property
     def records(self) -> list[U8]:
         """Bytes of each record, without NaN codes, which `NanKeys` tests."""
-        layout = self.layout
-        if layout.fp8_format is None:
-            return self._records_of_e2m1()
-        nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
-        codes = np.arange(layout.coded_dims, dtype=np.int64) % 256
-        codes[np.isin(codes, nans)] = 0
-        random, shape = np.random.default_rng((self.seed, 30)), (self.rows, layout.plain_dims)
+        random, shape = np.random.default_rng((self.seed, 30)), (self.rows, self.layout.plain_dims)
         if self.copies == 1:
             rope = random.integers(0x3F00, 0x4200, shape)
         else:
             # one octave of bf16 values, times powers of two: the exponent of bf16 begins at bit 7
             rope = random.integers(0x3F00, 0x3F80, shape) - (random.choice([0, 8, 16, 23], shape) << 7)
-        lines = []
-        same = 4 if self.copies == 1 else 1
-        for row in range(self.rows):
-            scales = np.zeros(layout.scale_bytes, dtype=np.uint8)
-            for group in range(layout.num_groups):
-                scales[group] = self.scales[(row + 29 * (group // same)) % len(self.scales)]
-            data = [codes.astype(np.uint8), rope[row].astype("<u2").view(np.uint8), scales]
-            lines.append(np.concatenate(data))
-        return lines
+        codes, of_groups = self._fp8_codes() if self.layout.fp8_format else self._e2m1_codes(random)
+        scales = np.zeros((self.rows, self.layout.scale_bytes), dtype=np.uint8)
+        scales[:, : self.layout.num_groups] = of_groups
+        return [*np.concatenate([codes, rope.astype("<u2").view(np.uint8), scales], 1)]
 
-    def _records_of_e2m1(self) -> list[U8]:
-        layout, scales = self.layout, np.array(E2M1_SCALES, dtype=np.uint8)
-        random = np.random.default_rng((self.seed, 30))
-        rope = random.integers(0x3F00, 0x4200, (self.rows, layout.plain_dims))
-        records = []
-        for row in range(self.rows):
-            groups = range(row * layout.num_groups, (row + 1) * layout.num_groups)
-            codes = [random.permutation(np.arange(layout.group_size) % 16) for _ in groups]
-            packed = pack_e2m1(np.concatenate(codes).astype(np.uint8))
-            scale = np.zeros(layout.scale_bytes, dtype=np.uint8)
-            scale[: layout.num_groups] = scales[[group % len(scales) for group in groups]]
-            records.append(np.concatenate([packed, rope[row].astype("<u2").view(np.uint8), scale]))
-        return records
+    def _fp8_codes(self) -> tuple[U8, U8]:
+        """Codes of each row, and scale bytes of its groups."""
+        nans = (0x80,) if self.layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
+        codes = np.arange(self.layout.coded_dims, dtype=np.int64) % 256
+        codes[np.isin(codes, nans)] = 0
+        groups = np.arange(self.layout.num_groups) // (4 if self.copies == 1 else 1)
+        numbers = (np.arange(self.rows)[:, None] + 29 * groups) % len(self.scales)
+        return np.tile(codes.astype(np.uint8), (self.rows, 1)), np.array(self.scales, dtype=np.uint8)[numbers]
+
+    def _e2m1_codes(self, random: np.random.Generator) -> tuple[U8, U8]:
+        """Packed codes of each row, and scale bytes of its groups."""
+        groups = np.arange(self.rows * self.layout.num_groups).reshape(self.rows, -1)
+        codes = np.stack([random.permutation(np.arange(self.layout.group_size) % 16) for _ in groups.flat])
+        packed = pack_e2m1(codes.astype(np.uint8).reshape(self.rows, -1))
+        return packed, np.array(E2M1_SCALES, dtype=np.uint8)[groups % len(E2M1_SCALES)]
 
     @cached_property
     def oracle_caches(self) -> list[OracleCache]:
@@ -138,7 +127,7 @@ def reads_every_code(bench: Bench, codes: EveryCode) -> Measure:
     if codes.phase is Phase.PREFILL and bench.backend.capabilities.prefill_keys is KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads gathered rows in prefill")
     out, _ = codes.run(attrs.evolve(bench, lse=False))
-    read = out.double().cpu().numpy()
+    read = as_f64(out)
     written_values = codes.oracle_caches[0].values[: codes.rows, None]
     sizes = np.abs(written_values)
     with np.errstate(invalid="ignore"):

@@ -22,8 +22,8 @@ from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
 from dsv4attn.testing.checks.insert import stale_rows
 from dsv4attn.testing.kit.factories import CaseInput, cos_sin_table, normal
-from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, Pages
-from dsv4attn.testing.kit.strided import StridedTensors
+from dsv4attn.testing.kit.oracle_cache import AFTER_PAGE, OracleCache, PagePlacement, Pages
+from dsv4attn.testing.kit.strided import StridedTensors, unchanged
 from dsv4attn.testing.kit.tolerances import (
     F64,
     TINY,
@@ -31,6 +31,7 @@ from dsv4attn.testing.kit.tolerances import (
     UNIT,
     CodeRule,
     Formula,
+    as_f64,
     hold_values,
     rounded,
     summed,
@@ -109,12 +110,10 @@ def run_queries(bench: Bench, inputs: IndexQueries, positions: NDArray[np.int64]
     q = strided("q", inputs.tensor(inputs.q, inputs.dtype))
     weights = strided("weights", inputs.tensor(inputs.weights, inputs.weight_dtype))
     table = strided("cos_sin_cache", inputs.tensor(inputs.table, torch.float32))
-    q_before, weights_before = q.clone(), weights.clone()
     places = inputs.tensor(inputs.positions if positions is None else positions)
-    query = bench.layer_ops.indexer_q_rope_quant(q, weights, places, table, inputs.layout)
+    with unchanged(q=q, weights=weights):
+        query = bench.layer_ops.indexer_q_rope_quant(q, weights, places, table, inputs.layout)
     strided.check()
-    if not (torch.equal(q, q_before) and torch.equal(weights, weights_before)):
-        raise Wrong("q or the weights were changed")
     return query
 
 
@@ -140,17 +139,17 @@ def quantises_queries(bench: Bench, inputs: IndexQueries) -> Measure:
     query, layout, worst = run_queries(bench, inputs), inputs.layout, Measure()
     if error := shape_error(query, layout, inputs.count, inputs.heads):
         raise Wrong(error)
-    weights = query.weights.double().cpu().numpy()
+    weights = as_f64(query.weights)
     for token in range(inputs.count):
         shifts, where = np.zeros(inputs.heads), f"token {token}"
         if layout.is_quantised:
             shifts = _judge_codes(inputs, query, token, weights[token])
         else:
-            values = query.values[token]
-            worst = worst_of(worst, _hold(values, inputs.turned(token), layout.dtype, f"q of {where}"))
+            measure = hold_values(query.values[token], inputs.turned(token), layout.dtype, f"q of {where}")
+            worst = worst_of(worst, measure)
         folded = oracle_layer.fold_weights(inputs.weights[token], layout.head_dim, shifts)
         formula = Formula(folded, FOLDED * np.abs(folded))
-        worst = worst_of(worst, _hold(weights[token], formula, torch.float32, f"weights of {where}"))
+        worst = worst_of(worst, hold_values(weights[token], formula, torch.float32, f"weights of {where}"))
     return worst
 
 
@@ -166,10 +165,6 @@ def quantises_without_positions_of_padding(bench: Bench, inputs: IndexQueries) -
     return Measure()
 
 
-def _hold(values: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) -> Measure:
-    return hold_values(values, formula, dtype, lambda index: f"{what}, {list(index)}")
-
-
 def _judge_codes(inputs: IndexQueries, query: IndexQuery, token: int, weights: F64) -> F64:
     """Exponents [Hi] of the scales that are folded into the weights. Raises Wrong if a code or a scale is wrong."""
     codes = query.values[token].view(torch.uint8).cpu().numpy()
@@ -181,8 +176,7 @@ def _judge_codes(inputs: IndexQueries, query: IndexQuery, token: int, weights: F
             exponents, row = np.array([int(shifts[head])]), codes[head]
         else:
             exponents, row = scales[head], oracle.unpack_e2m1(codes[head])
-        formula = Formula(turned.value[head], turned.error[head])
-        if error := CodeRule.of(inputs.layout).error(formula, row, exponents):
+        if error := CodeRule.of(inputs.layout).error(turned[head], row, exponents):
             raise Wrong(f"token {token}, head {head}: {error}")
     return shifts
 
@@ -361,8 +355,8 @@ class IndexSelection(CaseInput):
     @cached_property
     def oracle_cache(self) -> OracleCache:
         """The cache."""
-        oracle_cache = OracleCache.blank(self.layout, self.pages.count, PagePlacement(self.page, self.gap), self.device)
-        oracle_cache.pages(4096).fill_(self.unused)
+        placement = PagePlacement(self.page, self.gap)
+        oracle_cache = OracleCache.blank(self.layout, self.pages.count, placement, self.device, self.unused)
         for request in range(len(self.requests)):
             rows = self.key_rows(request)
             oracle_cache.write(self.pages.slots(request, range(len(rows))), rows)
@@ -411,7 +405,7 @@ class IndexSelection(CaseInput):
             return np.zeros(0), np.zeros(0)
         q, weights = self.q[token], self.weights[token]
         if query is not None:
-            q, weights = query_values(query, token, self.layout), query.weights[token].double().cpu().numpy()
+            q, weights = query_values(query, token, self.layout), as_f64(query.weights[token])
         entries = np.arange(count)
         block = self.table[request, entries // self.page].astype(np.int64)
         exists = (block >= 0) & (block < self.pages.count)
@@ -428,7 +422,7 @@ class IndexSelection(CaseInput):
 def query_values(query: IndexQuery, token: int, layout: KVCacheLayout) -> F64:
     """[Hi, Di] values of a token's query."""
     if not layout.is_quantised:
-        return query.values[token].double().cpu().numpy().astype(np.float64)
+        return as_f64(query.values[token])
     raw = query.values[token].view(torch.uint8).cpu().numpy()
     if query.scales is not None:
         return oracle_layer.scaled_e2m1(oracle.unpack_e2m1(raw), query.scales[token].cpu().numpy())
@@ -452,21 +446,15 @@ def score_errors(q: F64, weights: F64, keys: F64, bits: int = 24) -> F64:
     return np.asarray((counts * (error + TINY)) @ np.abs(weights) + (summed(len(weights)) + 2 * UNIT) * sizes)
 
 
-def sum_bits(bench: Bench) -> int:
-    """Bits that sums of products of the backend's index codes keep."""
-    return bench.layer_ops.sum_bits
-
-
 def run_selection(bench: Bench, inputs: IndexSelection, query: IndexQuery) -> I64:
     """Select; returns the rows [T, K]. Raises Wrong if anything else was written."""
     out = inputs.unwritten(inputs.topk + (GAP if inputs.strided else 0))
     token_map = inputs.token_map()
     if inputs.strided:
         token_map = attrs.evolve(token_map, block_table=token_map.block_table[:, :-1])
-    old_bytes, cache = inputs.oracle_cache.bytes(), inputs.oracle_cache.cache
-    bench.layer_ops.select_topk(query, cache, token_map, out[:, : inputs.topk], inputs.max_entries)
-    if not np.array_equal(old_bytes, inputs.oracle_cache.bytes()):
-        raise Wrong("the cache was written")
+    cache, pages = inputs.oracle_cache.cache, inputs.oracle_cache.pages(AFTER_PAGE)
+    with unchanged(cache=pages):
+        bench.layer_ops.select_topk(query, cache, token_map, out[:, : inputs.topk], inputs.max_entries)
     if (out[:, inputs.topk :] != GARBAGE).any():
         raise Wrong("columns next to the rows of out were written")
     return numbers_of(out[:, : inputs.topk])
@@ -483,12 +471,11 @@ def judge_selection(inputs: IndexSelection, rows: I64, query: IndexQuery | None 
     query: the backend's own query; None means that of the case input.
     bits: bits that the backend's sums of products keep.
     """
-    worst = Measure() if inputs.whole and query is None else Measure(0.0, 1.0)
+    measures = [Measure() if inputs.whole and query is None else Measure(0.0, 1.0)]
     for token, row in enumerate(rows):
         scores, errors = inputs.scores(token, query, bits)
-        measure = judge_row(row, scores, errors, f"token {token}, which sees {len(scores)} entries")
-        worst = worst_of(worst, measure)
-    return worst
+        measures.append(judge_row(row, scores, errors, f"token {token}, which sees {len(scores)} entries"))
+    return worst_of(*measures)
 
 
 def numbers_in(row: I64, count: int, where: str, *, blocks: bool = False) -> list[int]:
@@ -527,7 +514,16 @@ def judge_row(row: I64, scores: F64, errors: F64, where: str) -> Measure:
 
 def select_entries(bench: Bench, inputs: IndexSelection) -> Measure:
     """The entries with the largest scores are selected."""
-    return judge_selection(inputs, run_selection(bench, inputs, inputs.query()), bits=sum_bits(bench))
+    return judge_selection(inputs, run_selection(bench, inputs, inputs.query()), bits=bench.layer_ops.sum_bits)
+
+
+def scores_through(bench: Bench, inputs: IndexSelection) -> Measure:
+    """The backend quantises the queries, and selects by its own codes and weights."""
+    fields = {"geometry": inputs.geometry, "layout": inputs.layout, "heads": inputs.heads, "device": inputs.device}
+    query = run_queries(bench, IndexQueries(count=len(inputs.tokens), table_rows=4096, **fields))  # type: ignore[arg-type]
+    if error := shape_error(query, inputs.layout, len(inputs.tokens), inputs.heads):
+        raise Wrong(error)
+    return judge_selection(inputs, run_selection(bench, inputs, query), query, bench.layer_ops.sum_bits)
 
 
 PAGE = 64
@@ -543,7 +539,7 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
             rows = _ascending(_by_kernels(ops, inputs, ranks))
             if (rows[:, inputs.topk :] >= 0).any():
                 raise Wrong(f"ranks hold more than the {inputs.topk} entries of a token together")
-            return judge_selection(inputs, rows[:, : inputs.topk], bits=sum_bits(bench))
+            return judge_selection(inputs, rows[:, : inputs.topk], bits=bench.layer_ops.sum_bits)
         numbers, scores = list[Tensor](), list[Tensor]()
         for rank in range(ranks):
             owner, local = Ownership(rank, ranks, PAGE), inputs.unwritten(inputs.topk)
@@ -552,7 +548,7 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, IndexSelection], Measure]
             scores.append(score_selected(query, cache, token_map, local))
             numbers.append(owner.entry(local).masked_fill_(local < 0, -1))
         rows = numbers_of(select_among(torch.cat(numbers, 1), torch.cat(scores, 1), inputs.topk))
-        return judge_selection(inputs, _ascending(rows), bits=sum_bits(bench))
+        return judge_selection(inputs, _ascending(rows), bits=bench.layer_ops.sum_bits)
 
     return check
 
@@ -623,11 +619,8 @@ def _published(bench: Bench, inputs: CandidateSelection) -> torch.Tensor:
 
 def publishes(bench: Bench, inputs: CandidateSelection) -> Measure:
     """The blocks with the largest scores are written, the newest one among them."""
-    worst = Measure(0.0, 1.0)
-    for token, row in enumerate(numbers_of(_published(bench, inputs))):
-        measure = _judge_blocks(inputs, token, row, sum_bits(bench))
-        worst = worst_of(worst, measure)
-    return worst
+    rows, bits = numbers_of(_published(bench, inputs)), bench.layer_ops.sum_bits
+    return worst_of(*(_judge_blocks(inputs, token, row, bits) for token, row in enumerate(rows)))
 
 
 def _judge_blocks(inputs: CandidateSelection, token: int, row: I64, bits: int) -> Measure:
@@ -659,20 +652,18 @@ def _judge_blocks(inputs: CandidateSelection, token: int, row: I64, bits: int) -
 
 def _selected(bench: Bench, inputs: CandidateSelection, candidates: torch.Tensor) -> Measure:
     """Select among candidates [T, N], and compare with the scores of their entries."""
-    out, original = inputs.unwritten(inputs.topk), candidates.clone()
-    query, cache, token_map = inputs.query(), inputs.oracle_cache.cache, inputs.token_map()
-    select = bench.layer_ops.select_topk_of_candidates
-    select(query, cache, token_map, candidates, inputs.block_size, out, inputs.max_entries)
-    if not torch.equal(original, candidates):
-        raise Wrong("the candidates were changed")
-    worst = Measure(0.0, 1.0)
+    out, query, cache = inputs.unwritten(inputs.topk), inputs.query(), inputs.oracle_cache.cache
+    with unchanged(candidates=candidates):
+        bench.layer_ops.select_topk_of_candidates(
+            query, cache, inputs.token_map(), candidates, inputs.block_size, out, inputs.max_entries
+        )
+    measures = [Measure(0.0, 1.0)]
     for token, row in enumerate(numbers_of(out)):
-        scores, errors = inputs.scores(token, bits=sum_bits(bench))
-        inside = oracle_layer.inside_blocks(original[token].tolist(), inputs.block_size, len(scores))
+        scores, errors = inputs.scores(token, bits=bench.layer_ops.sum_bits)
+        inside = oracle_layer.inside_blocks(candidates[token].tolist(), inputs.block_size, len(scores))
         where = f"token {token}, which sees {len(scores)} entries, {int(inside.sum())} of them in its blocks"
-        measure = judge_row(row, np.where(inside, scores, math.nan), errors, where)
-        worst = worst_of(worst, measure)
-    return worst
+        measures.append(judge_row(row, np.where(inside, scores, math.nan), errors, where))
+    return worst_of(*measures)
 
 
 def selects_within(bench: Bench, inputs: CandidateSelection) -> Measure:

@@ -353,16 +353,12 @@ class Way:
 
     name: the way in words, for messages.
     steps: of each step, the requests and the number of their next tokens.
-    padding: of each step, the number of rows without a token.
+    padding: of each step, the number of rows without a token; default: none.
     """
 
     name: str
     steps: Sequence[Sequence[Chunk]]
-    padding: Sequence[int]
-
-
-def _way(name: str, *steps: Sequence[Chunk]) -> Way:
-    return Way(name, steps, [0] * len(steps))
+    padding: Sequence[int] = attrs.Factory(lambda self: [0] * len(self.steps), takes_self=True)
 
 
 def drawn_ways(counts: Sequence[int], seed: int, number: int = 2) -> list[Way]:
@@ -374,10 +370,10 @@ def drawn_ways(counts: Sequence[int], seed: int, number: int = 2) -> list[Way]:
     """
     requests = range(len(counts))
     ways = [
-        _way("each request alone", *([(request, counts[request])] for request in requests)),
-        _way(
+        Way("each request alone", [[(request, counts[request])] for request in requests]),
+        Way(
             "token by token, all requests together",
-            *([(request, 1) for request in requests if counts[request] > i] for i in range(max(counts))),
+            [[(request, 1) for request in requests if counts[request] > i] for i in range(max(counts))],
         ),
     ]
     rng = np.random.default_rng((seed, WAYS))
@@ -466,7 +462,7 @@ def same_bits_in_any_way(bench: Bench, inputs: WholeLayers) -> Measure:
     """All tokens have the bits that they have in one step, in whatever way they are run."""
     network, history = _started(bench, inputs)
     counts = [count for _, count in inputs.requests]
-    expected = _rows_of(network, history, _way("all tokens in one step", [*enumerate(counts)]))
+    expected = _rows_of(network, history, Way("all tokens in one step", [[*enumerate(counts)]]))
     for way in drawn_ways(counts, inputs.seed):
         _require_same(way.name, _rows_of(network, history, way), expected)
     return Measure()
@@ -556,7 +552,7 @@ def replayed(
     (manager,) = network.managers
     count = min(count for _, count in inputs.requests)
     requests = range(len(inputs.requests))
-    expected = _rows_of(network, history, _way("one step", [(request, count) for request in requests]))
+    expected = _rows_of(network, history, Way("one step", [[(request, count) for request in requests]]))
     batch = _padding_batch(manager, len(requests) + 1)
     positions = torch.zeros(batch.num_reqs, dtype=torch.int64, device=inputs.device)
     streams = inputs.streams_of(0, range(batch.num_reqs))

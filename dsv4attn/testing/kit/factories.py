@@ -24,7 +24,7 @@ from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import PRESETS, LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
 from dsv4attn.errors import ArgumentError
-from dsv4attn.testing.kit.tolerances import F64, rounded
+from dsv4attn.testing.kit.tolerances import F64, rounded, tolerance
 from dsv4attn.testing.oracle import attention as oracle
 
 KINDS = tuple(kind.value for kind in LayerKind)
@@ -157,13 +157,13 @@ def normal(key: tuple[int, ...], rows: NDArray[np.int64], width: int) -> F64:
     return np.asarray(np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second))
 
 
-def index_layout(name: str, dim: int = 128, rope: int = 64) -> KVCacheLayout:
+def index_layout(name: str, dim: int = 128) -> KVCacheLayout:
     """A layout of index keys by its short name: fp8, fnuz, mxfp4, bf16, fp32."""
     if name == "mxfp4":
         return KVCacheLayout.index_mxfp4(dim)
     if name in ("fp8", "fnuz"):
         return KVCacheLayout.index_fp8(dim, fp8_format=Fp8Format.FNUZ if name == "fnuz" else Fp8Format.OCP)
-    return KVCacheLayout.rows(dim - rope, rope, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[name])
+    return KVCacheLayout.rows(dim - 64, 64, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[name])
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -230,6 +230,34 @@ class CaseInput:
         positions = np.random.default_rng((self.seed, stream)).integers(0, rows, count)
         positions[:2] = [0, rows - 1][:count]
         return positions
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class AttentionInput(CaseInput):
+    """What a case of decode or prefill runs, with the fields of `CaseInput` and these.
+
+    layout: layout of the window cache.
+    compressed_layout: layout of the compressed cache, or None for that of the window cache; both must read as the same
+    type.
+    q_dtype: type of q and kv.
+    """
+
+    compressed_layout: KVCacheLayout | None = None
+    q_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def entry_layout(self) -> KVCacheLayout:
+        """Layout of the compressed cache."""
+        return self.compressed_layout or self.layout
+
+    def named_layouts(self) -> list[KVCacheLayout]:
+        """Layouts of all caches, the window first."""
+        return [self.layout] if self.kind is LayerKind.SWA else [self.layout, self.entry_layout]
+
+    @property
+    def budget(self) -> float:
+        """Largest error allowed, as the formats give it."""
+        return tolerance(self.layout, self.q_dtype)
 
 
 def cos_sin_table(angles: F64) -> F64:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.case import SkipCase
-from dsv4attn.testing.kit.tolerances import F64, U8, read_row, stored, written
+from dsv4attn.testing.kit.tolerances import F64, U8, read_row, written
 
 AFTER_PAGE = 4096
 """Bytes at the start of a gap that are filled, poisoned and compared. A gap may be gigabytes of untouched memory."""
@@ -131,38 +131,34 @@ class OracleCache:
     values: F64
 
     @classmethod
-    def blank(cls, layout: KVCacheLayout, blocks: int, placement: PagePlacement, device: str) -> OracleCache:
-        """A cache without records."""
+    def blank(
+        cls, layout: KVCacheLayout, blocks: int, placement: PagePlacement, device: str, fill: int = UNWRITTEN
+    ) -> OracleCache:
+        """A cache without records, filled with a byte."""
         values = np.full((blocks * placement.block_size, layout.head_dim), math.nan)
-        return cls(placement.memory(layout, blocks, device), placement, values)
+        return cls(placement.memory(layout, blocks, device, fill), placement, values)
 
     def write(self, slots: Sequence[int] | NDArray[np.int64], rows: F64) -> OracleCache:
         """Write rows [n, D] to slots."""
-        layout, records_of = self.cache.layout, dict[bytes, tuple[U8, F64]]()
-        keys = [row.tobytes() for row in rows]
-        for key, row in zip(keys, rows, strict=True):
-            if key not in records_of:  # rows may repeat, and the oracle takes its time
-                record = written(row, layout)
-                records_of[key] = record, read_row(record, layout) if layout.is_quantised else stored(row, layout)
-        return self._write(slots, [records_of[key][0] for key in keys], [records_of[key][1] for key in keys])
+        return self.write_records(slots, [written(row, self.cache.layout) for row in rows])
 
     def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> OracleCache:
-        """Write bytes of quantised records to slots."""
-        return self._write(slots, records, [read_row(record, self.cache.layout) for record in records])
-
-    def _write(
-        self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8], values: Sequence[F64]
-    ) -> OracleCache:
+        """Write bytes of records to slots."""
         pages = self.pages()
-        size = self.placement.block_size
-        blocks = sorted({int(slot) // size for slot in slots})
+        blocks = sorted({self.place(slot)[0] for slot in slots})
         bytes_of = dict(zip(blocks, pages[blocks].cpu().numpy(), strict=True))
-        for slot, record, value in zip(slots, records, values, strict=True):
-            bytes_of[int(slot) // size][place_of(self.cache.layout, int(slot) % size, size)] = record
-            self.values[int(slot)] = value
+        for slot, record in zip(slots, records, strict=True):
+            block, place = self.place(slot)
+            bytes_of[block][place] = record
+            self.values[int(slot)] = read_row(record, self.cache.layout)
         for block, page in bytes_of.items():
             pages[block] = torch.from_numpy(page).to(pages.device)
         return self
+
+    def place(self, slot: int | np.int64) -> tuple[int, NDArray[np.int64]]:
+        """Page and bytes of the record in a slot: an index of `bytes`."""
+        page, offset = divmod(int(slot), self.placement.block_size)
+        return page, place_of(self.cache.layout, offset, self.placement.block_size)
 
     def pages(self, gap: int = 0) -> Tensor:
         """`body` of the cache."""

@@ -38,10 +38,19 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.testing.case import Bench, dtype_name
-from dsv4attn.testing.kit.factories import HEADS, CaseInput, flash, frequencies, layout, layouts, normal, tiny_geometry
+from dsv4attn.testing.kit.factories import (
+    HEADS,
+    AttentionInput,
+    flash,
+    frequencies,
+    layout,
+    layouts,
+    normal,
+    tiny_geometry,
+)
 from dsv4attn.testing.kit.oracle_cache import PagePlacement, Pages, poison
 from dsv4attn.testing.kit.strided import StridedTensors
-from dsv4attn.testing.kit.tolerances import F64, Expected, rounded, stored, tolerance
+from dsv4attn.testing.kit.tolerances import F64, Expected, rounded, stored
 from dsv4attn.testing.oracle import attention as oracle
 
 Q, KV, ENTRY, SINK, TOPK, COMMON = range(6)  # streams of random numbers
@@ -66,16 +75,12 @@ class Token(NamedTuple):
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class RandomStep(CaseInput):
+class RandomStep(AttentionInput):
     """One step of one layer.
 
     kind: kind of the layer.
     requests: for each request (tokens before the step, tokens of the step[, rows of padding at the end of these]),
     decodes first.
-    layout: layout of the window cache.
-    compressed_layout: layout of the compressed cache, or None for that of the window cache; both must read as the same
-    type.
-    q_dtype: type of q and kv.
     sinks: one for each head, "random", or None for no sinks.
     topk: rows of the indexer. "clean": valid numbers, then -1. "holes": valid numbers anywhere among -1. "garbage":
     valid numbers anywhere among numbers that name no entry. "none": no valid number.
@@ -91,8 +96,6 @@ class RandomStep(CaseInput):
     requests: Sequence[tuple[int, ...]]
     geometry: ModelGeometry = attrs.field(factory=tiny_geometry)
     layout: KVCacheLayout = attrs.Factory(lambda self: layouts(self.geometry)["ocp"], takes_self=True)
-    compressed_layout: KVCacheLayout | None = None
-    q_dtype: torch.dtype = torch.bfloat16
     sinks: Sequence[float] | Literal["random"] | None = "random"
     topk: Literal["clean", "holes", "garbage", "none"] = "clean"
     extra_rows: int = 0
@@ -125,25 +128,20 @@ class RandomStep(CaseInput):
 
     def key_rows(self, request: int, positions: Sequence[int]) -> F64:
         """[n, D] keys before rotation."""
-        return self._rows(KV, request, positions)
+        return self._library.rows(KV, request, positions)
 
     def entry_rows(self, request: int, numbers: Sequence[int]) -> F64:
         """[n, D] compressed entries as they are stored, rotation included."""
-        return self._rows(ENTRY, request, self._alike(numbers))
+        return self._library.rows(ENTRY, request, self._alike(numbers))
 
     def _alike(self, numbers: Sequence[int]) -> Sequence[int]:
         return [n % self.distinct for n in numbers] if self.distinct else numbers
 
-    def _rows(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
-        return self._library.rows(stream, request, numbers)
-
     @cached_property
     def _library(self) -> _Library:
-        layer, compressed = self.layer, self.compressed_layout or self.layout
         dtype = torch.bfloat16 if self.q_dtype == torch.bfloat16 else self.layout.row_dtype
-        return _library(
-            self.seed, layer.nope_dim, layer.rope, self.layout, compressed, self.outliers, self.common, dtype
-        )
+        layouts = self.layout, self.entry_layout
+        return _library(self.seed, self.layer.nope_dim, self.layer.rope, *layouts, self.outliers, self.common, dtype)
 
     @cached_property
     def sink_values(self) -> F64 | None:
@@ -196,24 +194,17 @@ class RandomStep(CaseInput):
     def compare(self, out: Tensor, lse: Tensor) -> float:
         """Return the largest error in budgets, at most 1. Raises AssertionError naming the worst row."""
         error, where = self.judge(out, lse)
-        assert error <= 1, where
-        return error
+        assert error <= self.budget, where
+        return error / self.budget
 
     def judge(self, out: Tensor, lse: Tensor | None) -> tuple[float, str]:
-        """Return the largest error in budgets, of any size, and a sentence about its row."""
-        budget = tolerance(self.layout, self.q_dtype)
-        errors = self._expected.errors(out, lse)
-        if not errors.size:
-            return 0.0, "no rows"
-        row, head = np.unravel_index(errors.argmax(), errors.shape)
-        token = self.tokens[row] if row < len(self.tokens) else "past the batch"
-        said = self._expected.described(out, lse, int(row), int(head), budget)
+        """Return the largest error, in the unit of `budget`, and a sentence about its row."""
         starts = {t for t, token in enumerate(self.tokens) if token.position == self.requests[token.request][0]}
-        cause = self._expected.cause(out, lse, errors, budget, self.layout, starts)
-        return float(errors.max()) / budget, (
-            f"{self.kind.value} row {row} ({token}), head {head}: {said}; "
-            f"{(errors > budget).any(1).sum()} of {len(errors)} rows are wrong{cause}"
-        )
+        return self._expected.verdict(out, lse, self.budget, self.layout, self._place, starts)
+
+    def _place(self, row: int, head: int) -> str:
+        token = self.tokens[row] if row < len(self.tokens) else "past the batch"
+        return f"{self.kind.value} row {row} ({token}), head {head}"
 
 
 @attrs.frozen(cache_hash=True)
@@ -419,7 +410,7 @@ class StepFixture(RandomStep):
         compressed = None
         if self.kind is not LayerKind.SWA:
             page = self.compressed_block_tokens // layer.compress_ratio
-            compressed = problem.CacheFacts.of(self.compressed_layout or self.layout, page)
+            compressed = problem.CacheFacts.of(self.entry_layout, page)
             entries = max((prefix + count for prefix, count, *_ in self.requests), default=0) // layer.compress_ratio
             columns = layer.topk or -(-max(entries, 1) // 128) * 128
         return [
@@ -438,10 +429,6 @@ class StepFixture(RandomStep):
             for phase, part in (("decode", lens[:first]), ("prefill", lens[first:]))
             if any(part)
         ]
-
-    def named_layouts(self) -> list[KVCacheLayout]:
-        """Layouts of all caches."""
-        return [self.layout] if self.kind is LayerKind.SWA else [self.layout, self.compressed_layout or self.layout]
 
     def at(self, *requests: tuple[int, ...]) -> StepFixture:
         """Another step of the same requests, on the same pages. A request without tokens takes no part in the step."""
@@ -499,10 +486,11 @@ class StepFixture(RandomStep):
 
     def allocate(self) -> LayerCaches:
         """Caches of zeros."""
-        layouts = self.layout, self.compressed_layout or self.layout
-        pairs = zip(layouts[: 1 + (self.kind is not LayerKind.SWA)], self.pages, strict=False)
-        placed = [(layout, pages.count, PagePlacement(pages.block_size, self.page_padding)) for layout, pages in pairs]
-        return LayerCaches(*(place.memory(layout, count, self.device, fill=0) for layout, count, place in placed))
+        caches = []
+        for cache_layout, pages in zip(self.named_layouts(), self.pages, strict=False):
+            placement = PagePlacement(pages.block_size, self.page_padding)
+            caches.append(placement.memory(cache_layout, pages.count, self.device, fill=0))
+        return LayerCaches(*caches)
 
     def history(self, backend: Backend, caches: LayerCaches) -> LayerCaches:
         """Insert the records from before this step that are still alive."""

@@ -17,17 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing.case import Bench, dtype_name
-from dsv4attn.testing.kit.factories import HEADS, CaseInput, flash, layout, normal
+from dsv4attn.testing.kit.factories import HEADS, AttentionInput, flash, layout, normal
 from dsv4attn.testing.kit.oracle_cache import AFTER_PAGE, OracleCache, PagePlacement
 from dsv4attn.testing.kit.strided import StridedTensors, unchanged
-from dsv4attn.testing.kit.tolerances import F64, Expected, rounded, tolerance
+from dsv4attn.testing.kit.tolerances import F64, Expected, rounded
 
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
@@ -53,7 +52,7 @@ class IndexLists:
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
-class SingleCall(CaseInput):
+class SingleCall(AttentionInput):
     """Rows of queries over an oracle cache of window keys and, but for window-only layers, one of compressed entries.
 
     pattern: what columns hold that are no slots of keys. "plain": nothing, and shorter rows are filled up with -1.
@@ -64,11 +63,9 @@ class SingleCall(CaseInput):
     "twice": every second column repeats the column before it.
     "huge": all logits of a row and head are above 88, or all below -88, where fp32 has no exponential.
     "mixed": holes, slots listed twice, rows and segments without keys, and rows with all their keys.
-
     """
 
     phase: Phase
-    compressed_layout: KVCacheLayout | None = None
     placements: tuple[PagePlacement, PagePlacement] = (PagePlacement(64), PagePlacement(16))
     pattern: Pattern = "plain"
     rows: int = 9
@@ -76,7 +73,6 @@ class SingleCall(CaseInput):
     """Of the compressed segment."""
     window_columns: int = 0
     """Of the window; 0 is the layer's window."""
-    q_dtype: torch.dtype = torch.bfloat16
     sinks: Sequence[float] | None = None
     softmax_scale: float | None = None
     """Instead of head_dim ** -0.5."""
@@ -85,10 +81,6 @@ class SingleCall(CaseInput):
     def layer(self) -> LayerGeometry:
         """The layer's geometry."""
         return attrs.evolve(self.geometry.layer_of_kind(self.kind), softmax_scale=self.softmax_scale)
-
-    def named_layouts(self) -> list[KVCacheLayout]:
-        """Layouts of all caches."""
-        return [self.layout] if self.kind is LayerKind.SWA else [self.layout, self.compressed_layout or self.layout]
 
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """What a backend must be able to do."""
@@ -210,20 +202,10 @@ class SingleCall(CaseInput):
                 largest[row] = (self.layer.scale * self.q[row] @ np.stack(keys).T).max(-1)
         return largest
 
-    @property
-    def budget(self) -> float:
-        """Largest error allowed, as the formats give it."""
-        return tolerance(self.layout, self.q_dtype)
-
-    def judge(self, out: Tensor, lse: Tensor | None, expected: Expected | None = None) -> tuple[float, str]:
+    def judge(self, out: Tensor, lse: Tensor | None) -> tuple[float, str]:
         """Return the largest error, in the unit of `budget`, and a sentence about the row that has it."""
-        answer = expected or self.expected
-        errors = answer.errors(out, lse)
-        row, head = np.unravel_index(errors.argmax(), errors.shape)
-        said = answer.described(out, lse, int(row), int(head), self.budget)
-        wrong = f"{(errors > self.budget).any(1).sum()} of {len(errors)} rows are wrong"
-        cause = answer.cause(out, lse, errors, self.budget, self.layout)
-        return float(errors.max()), f"{self.phase.value} row {row}, head {head}: {said}; {wrong}{cause}"
+        place = f"{self.phase.value} row {{}}, head {{}}".format
+        return self.expected.verdict(out, lse, self.budget, self.layout, place)
 
     def run(
         self,
@@ -243,10 +225,9 @@ class SingleCall(CaseInput):
             pairs = zip(self.oracle_caches, index_lists, strict=True)
             keys = tuple(PagedKeys(oracle_cache.cache, self._indices(lists, form)) for oracle_cache, lists in pairs)
             width = sum(self.widths)
-        strided, sink = StridedTensors(self.strided), None
-        q = strided("q", self.tensor(self.q).to(self.q_dtype))
-        if self.sinks is not None:
-            sink = torch.tensor(self.sinks, dtype=torch.float32, device=self.device)
+        strided = StridedTensors(self.strided)
+        q = strided("q", self.tensor(self.q, self.q_dtype))
+        sink = None if self.sinks is None else torch.tensor(self.sinks, dtype=torch.float32, device=self.device)
         out = strided("out", torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device))
         nothing = torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=q.device)
         lse = strided("lse", nothing) if bench.lse else None
@@ -278,24 +259,21 @@ class SingleCall(CaseInput):
         """All segments as rows of one tensor; what names nothing names nothing there either."""
         total = sum(oracle_cache.cache.capacity for oracle_cache in self.oracle_caches)
         width = -(-sum(self.widths) // alignment) * alignment
-        slots, lens = np.full((self.rows, width), -1), np.zeros(self.rows, dtype=np.int64)
-        base, past_lens = 0, []
+        base, segments = 0, list[IndexLists]()
         for oracle_cache, lists in zip(self.oracle_caches, index_lists, strict=True):
             capacity = oracle_cache.cache.capacity
             moved = np.where(lists.slots >= capacity, lists.slots - capacity + total, lists.slots + base)
             moved = np.where(lists.slots < 0, lists.slots, moved).clip(-(2**31), 2**31 - 1)
-            for row in range(self.rows):
-                slots[row, lens[row] : lens[row] + lists.lens[row]] = moved[row, : lists.lens[row]]
-            lens = lens + lists.lens
-            past_lens.append([moved[row, lists.lens[row] :] for row in range(self.rows)])
+            segments.append(IndexLists(moved, lists.lens))
             base += capacity
+        slots, lens = np.full((self.rows, width), -1), np.sum([lists.lens for lists in segments], axis=0)
         for row in range(self.rows):
-            junk = np.concatenate([part[row] for part in past_lens])
-            slots[row, lens[row] : lens[row] + len(junk)] = junk
-        kv = self.tensor(np.concatenate([oracle_cache.values for oracle_cache in self.oracle_caches])).to(
-            self.layout.row_dtype
-        )
-        return GatheredKeys(kv, self._indices(IndexLists(slots, lens), form)), width
+            inside = [lists.inside(row) for lists in segments]
+            columns = np.concatenate([*inside, *(lists.slots[row, lists.lens[row] :] for lists in segments)])
+            slots[row, : len(columns)] = columns
+        kv = np.concatenate([oracle_cache.values for oracle_cache in self.oracle_caches])
+        keys = self.tensor(kv, self.layout.row_dtype)
+        return GatheredKeys(keys, self._indices(IndexLists(slots, lens), form)), width
 
 
 def call(
@@ -305,7 +283,7 @@ def call(
     *,
     heads: int = HEADS,
     cache: str = "ocp",
-    **changes: Any,  # noqa: ANN401 - fields of a Call
+    **changes: Any,  # noqa: ANN401 - fields of a SingleCall
 ) -> SingleCall:
     """One call of a backend, made by hand."""
     geometry = flash(kind, heads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
+from dsv4attn.testing.case import Bench, Check, Measure, Wrong, located, worst_of
 
 FILL = 0xFF
 """Every byte between the rows: NaN in floats, -1 in integers."""
@@ -77,7 +77,7 @@ def unchanged(**tensors: Tensor) -> Iterator[None]:
             raise Wrong(f"{name} was changed")
 
 
-def each_strided(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callable[[Bench, Any], Measure]:
+def each_strided(names: str, *checks: Check) -> Check:
     """Run checks on a case input once for each argument, with the rows of that argument apart. A failure names it."""
 
     def check(bench: Bench, inputs: Any) -> Measure:  # noqa: ANN401 - a CaseInput with a field `strided`
@@ -85,18 +85,8 @@ def each_strided(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callab
         for name in names.split():
             if name == "lse" and not bench.lse:
                 continue
-            with _naming(name):
+            with located("rows of all tensors apart" if name == "all" else f"rows of {name} apart"):
                 measures += [inner(bench, attrs.evolve(inputs, strided=name)) for inner in checks]
         return worst_of(*measures)
 
     return check
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Put the argument's name in front of the message of a Wrong."""
-    try:
-        yield
-    except Wrong as wrong:
-        where = "rows of all tensors apart" if name == "all" else f"rows of {name} apart"
-        raise Wrong(f"{where}: {wrong}", wrong.measure) from wrong

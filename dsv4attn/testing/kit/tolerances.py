@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import attrs
@@ -75,7 +75,7 @@ def rounded(values: F64, dtype: torch.dtype) -> F64:
 
 def stored(row: F64, layout: KVCacheLayout) -> F64:
     """Row [D] as a cache returns it after it was written."""
-    return read_row(written(row, layout), layout) if layout.is_quantised else rounded(row, layout.dtype)
+    return read_row(written(row, layout), layout)
 
 
 def written(row: F64, layout: KVCacheLayout) -> U8:
@@ -86,60 +86,54 @@ def written(row: F64, layout: KVCacheLayout) -> U8:
 @lru_cache(maxsize=2**13)
 def _written(row: bytes, layout: KVCacheLayout) -> U8:
     """As `written`, from the bytes of a row. Cached, because rows repeat from case to case and the oracle is slow."""
-    record = _record(np.frombuffer(row), layout)
+    values = np.frombuffer(row)
+    if layout.is_quantised:
+        write, _ = _quantised(layout)
+        record = write(values)
+    elif layout.dtype == torch.bfloat16:
+        record = oracle.bf16_bytes(oracle.round_bf16(values))
+    else:
+        record = values.astype("<f4").view(np.uint8)
     record.flags.writeable = False
     return record
-
-
-def _record(row: F64, layout: KVCacheLayout) -> U8:
-    if layout.is_quantised:
-        return _quantised_record(row, layout)
-    values = rounded(row, layout.dtype).astype(np.float32).view(np.uint32)
-    halves = (values >> 16).astype("<u2") if layout.dtype == torch.bfloat16 else values.astype("<u4")
-    return halves.view(np.uint8)
-
-
-def _quantised_record(row: F64, layout: KVCacheLayout) -> U8:
-    fnuz = layout.fp8_format is Fp8Format.FNUZ
-    writers: dict[str, Callable[[], U8]] = {
-        "index_fp8": lambda: oracle_layer.index_record_fp8(
-            row, fnuz=fnuz, floor=oracle.MIN_AMAX, largest=layout.fp8_max
-        ),
-        "index_mxfp4": lambda: oracle_layer.index_record_fp4(row),
-        "v41_fp8": lambda: oracle.record_fp8(row, layout.scale_floor),
-        "v41_fp4": lambda: oracle.record_fp4(row),
-        "v4_nvfp4": lambda: oracle.record_nvfp4(row, layout.nope_dim),
-        "fp8_ds_mla": lambda: oracle.quantize_record(row, **_sizes(layout)),
-    }
-    return writers[layout.name]()
 
 
 def read_row(record: U8, layout: KVCacheLayout) -> F64:
     """Row [D] that a reader finds in the bytes of a record."""
     if not layout.is_quantised:
         return floats(record, layout.dtype)
-    readers: dict[str, Callable[[], F64]] = {
-        "index_fp8": lambda: oracle_layer.read_index_fp8(record, fnuz=layout.fp8_format is Fp8Format.FNUZ),
-        "index_mxfp4": lambda: oracle_layer.read_index_fp4(record),
-        "v41_fp8": lambda: oracle.read_fp8(record, layout.head_dim),
-        "v41_fp4": lambda: oracle.read_fp4(record, layout.head_dim),
-        "v4_nvfp4": lambda: oracle.read_nvfp4(record, layout.nope_dim, layout.rope_dim),
-        "fp8_ds_mla": lambda: oracle.dequantize_record(record, **_sizes(layout)),
+    _, read = _quantised(layout)
+    return read(record)
+
+
+@cache
+def _quantised(layout: KVCacheLayout) -> tuple[Callable[[F64], U8], Callable[[U8], F64]]:
+    """The oracle's writer and reader of a layout of codes."""
+    fnuz, nope, dim = layout.fp8_format is Fp8Format.FNUZ, layout.nope_dim, layout.head_dim
+    index = partial(oracle_layer.index_record_fp8, fnuz=fnuz, floor=oracle.MIN_AMAX, largest=layout.fp8_max)
+    dims: dict[str, Any] = {"nope_dim": nope, "rope_dim": layout.rope_dim}
+    sizes = {**dims, "group_size": layout.group_size, "scale_bytes": layout.scale_bytes, "fnuz": fnuz}
+    functions: dict[str, tuple[Callable[[F64], U8], Callable[[U8], F64]]] = {
+        "index_fp8": (index, partial(oracle_layer.read_index_fp8, fnuz=fnuz)),
+        "index_mxfp4": (oracle_layer.index_record_fp4, oracle_layer.read_index_fp4),
+        "v41_fp8": (partial(oracle.record_fp8, scale_floor=layout.scale_floor), partial(oracle.read_fp8, dim=dim)),
+        "v41_fp4": (oracle.record_fp4, partial(oracle.read_fp4, dim=dim)),
+        "v4_nvfp4": (partial(oracle.record_nvfp4, nope_dim=nope), partial(oracle.read_nvfp4, **dims)),
+        "fp8_ds_mla": (partial(oracle.quantize_record, **sizes), partial(oracle.dequantize_record, **sizes)),
     }
-    return readers[layout.name]()
+    return functions[layout.name]
+
+
+def as_f64(tensor: Tensor) -> F64:
+    """Values of a tensor on the host."""
+    return np.asarray(tensor.double().cpu().numpy())
 
 
 def floats(data: U8, dtype: torch.dtype) -> F64:
     """Little-endian bf16 or fp32 values of some bytes."""
-    data = np.ascontiguousarray(data)
-    if dtype == torch.bfloat16:
-        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return data.view("<f4").astype(np.float64)
-
-
-def _sizes(layout: KVCacheLayout) -> dict[str, Any]:
-    sizes = ("nope_dim", "rope_dim", "group_size", "scale_bytes")
-    return {"fnuz": layout.fp8_format is Fp8Format.FNUZ, **{name: getattr(layout, name) for name in sizes}}
+    return (
+        oracle.read_bf16(data) if dtype == torch.bfloat16 else np.ascontiguousarray(data).view("<f4").astype(np.float64)
+    )
 
 
 @attrs.frozen(eq=False)
@@ -180,9 +174,9 @@ class Expected:
         errors = np.maximum(distance, shift)
         return np.where(np.isnan(errors), np.inf, errors)
 
-    def described(self, out: Tensor, lse: Tensor | None, row: int, head: int, budget: float) -> str:
+    def _described(self, out: Tensor, lse: Tensor | None, row: int, head: int, budget: float) -> str:
         """How out and lse of a row and head differ from the expected ones: the worst dim, and errors in budgets."""
-        values, expected = out[row, head].double().cpu().numpy(), self.out[row, head]
+        values, expected = as_f64(out[row, head]), self.out[row, head]
         lse_text = "not asked for" if lse is None else shown(lse[row, head].item(), 7)
         alone = Expected(self.out[[row]], self.lse[[row]], self.mass[[row]])
         parts = alone._parts(out[row : row + 1], None if lse is None else lse[row : row + 1])
@@ -200,36 +194,42 @@ class Expected:
             f"lse {lse_text}, expected {self.lse[row, head]:.7g}"
         )
 
-    def cause(
+    def verdict(
         self,
         out: Tensor,
         lse: Tensor | None,
-        errors: F64,
         budget: float,
         layout: KVCacheLayout,
+        place: Callable[[int, int], str],
         starts: Collection[int] = (),
-    ) -> str:
-        """The end of a failure's text: the likely cause, or "" if there is none.
+    ) -> tuple[float, str]:
+        """The largest error, and a sentence about the row that has it.
 
-        errors, budget: of `errors`, in one unit.
+        budget: of `errors`.
         layout: of the keys.
+        place: names a row and head.
         starts: see `likely_cause`.
-        """  # fmt: skip
-        wrong = ~(errors <= budget)
-        if not wrong.any():
-            return ""
-        alone = Expected(self.out, self.lse, np.full_like(self.mass, np.inf))  # errors of the lse only
-        lse_is_right = lse is not None and bool((alone.errors(out.nan_to_num(), lse) <= budget).all())
-        coded_dims = layout.nope_dim if layout.fp8_format and layout.plain_dims else 0
-        values = out.double().cpu().numpy()
-        said = likely_cause(values, self.out, wrong, lse_is_right=lse_is_right, starts=starts, coded_dims=coded_dims)
-        return said and f"; {said}"
+        """
+        errors = self.errors(out, lse)
+        if not errors.size:
+            return 0.0, "no rows"
+        row, head = (int(i) for i in np.unravel_index(errors.argmax(), errors.shape))
+        wrong = errors > budget
+        said = f"{place(row, head)}: {self._described(out, lse, row, head, budget)}"
+        said += f"; {wrong.any(1).sum()} of {len(errors)} rows are wrong"
+        if wrong.any():
+            alone = Expected(self.out, self.lse, np.full_like(self.mass, np.inf))  # errors of the lse only
+            right = lse is not None and bool((alone.errors(out.nan_to_num(), lse) <= budget).all())
+            coded = layout.nope_dim if layout.fp8_format and layout.plain_dims else 0
+            cause = likely_cause(as_f64(out), self.out, wrong, lse_is_right=right, starts=starts, coded_dims=coded)
+            said += cause and f"; {cause}"
+        return float(errors.max()), said
 
     def _parts(self, out: Tensor, lse: Tensor | None) -> tuple[F64, F64]:
         """[T', H] errors of out and of lse, as in `errors`, but with NaN."""
         with np.errstate(invalid="ignore"):
-            distance = np.linalg.norm(out.double().cpu().numpy() - self.out, axis=-1) / (self.mass + LEAST_MASS)
-            lses = self.lse if lse is None else lse.double().cpu().numpy()
+            distance = np.linalg.norm(as_f64(out) - self.out, axis=-1) / (self.mass + LEAST_MASS)
+            lses = self.lse if lse is None else as_f64(lse)
             shift = np.abs(lses - self.lse)
         both_empty = np.isneginf(self.lse) & np.isneginf(lses)
         return distance, np.where(both_empty, 0.0, shift)
@@ -291,6 +291,9 @@ class Formula:
         error[..., -rope:] = np.repeat(pairs + 3 * UNIT * sizes, 2, axis=-1)
         return Formula(value, error)
 
+    def __getitem__(self, index: Any) -> Formula:  # noqa: ANN401 - as of numpy
+        return Formula(self.value[index], self.error[index])
+
     @property
     def ends(self) -> tuple[F64, F64]:
         """The lowest and the highest value that fp32 may have."""
@@ -312,7 +315,7 @@ def worst_error(errors: F64) -> tuple[float, tuple[int, ...]]:
 
 def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]], str]) -> Measure:
     """Compare values with expected ones, bit for bit but for NaN and the sign of 0. Raises Wrong, naming the first."""
-    actual = values.double().cpu().numpy()
+    actual = as_f64(values)
     same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
     if not same.all():
         place = tuple(int(axis[0]) for axis in (~same).nonzero())
@@ -322,16 +325,14 @@ def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]],
     return Measure()
 
 
-def hold_values(
-    result: Tensor | F64, formula: Formula, dtype: torch.dtype, where: Callable[[tuple[int, ...]], str]
-) -> Measure:
-    """Compare values with those of a formula, rounded to a dtype. Raises Wrong, naming the worst value.
+def hold_values(result: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) -> Measure:
+    """Compare values with those of a formula, rounded to a dtype. Raises Wrong, naming the worst value of `what`.
 
     Returns the smallest error before the rounding that explains the value found, relative to the budget.
     """
-    values = result.double().cpu().numpy() if isinstance(result, Tensor) else np.asarray(result)
+    values = as_f64(result) if isinstance(result, Tensor) else np.asarray(result)
     if values.shape != formula.value.shape:
-        raise Wrong(f"{where(())}: shape {list(values.shape)}, expected {list(formula.value.shape)}")
+        raise Wrong(f"{what}: shape {list(values.shape)}, expected {list(formula.value.shape)}")
     expected, budget = formula.value, formula.error + UNIT * np.abs(formula.value) + TINY
     distance = np.abs(values - expected)
     if dtype == torch.bfloat16:
@@ -344,7 +345,7 @@ def hold_values(
     if not distance.size:
         return Measure(0.0, 1.0)
     error, place = worst_error(distance / budget)
-    said = f"{where(place)}: {shown(values[place], 8)}, expected {expected[place]:.8g}"
+    said = f"{what}, {list(place)}: {shown(values[place], 8)}, expected {expected[place]:.8g}"
     said += "" if np.isnan(values[place]) else f", {error:.3g} budgets off"
     return Measure(error, 1.0).hold(said)
 
@@ -419,7 +420,7 @@ class CodeRule:
 def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str) -> Measure:
     """Compare the bytes of a record, data and then scales, with the row that it is to hold. Raises Wrong."""
     if not layout.is_quantised:
-        return _hold_rounded(floats(record, layout.dtype), formula, layout.dtype, where)
+        return hold_values(floats(record, layout.dtype), formula, layout.dtype, where)
     nope, packed, scales = layout.nope_dim, layout.nope_dim * layout.code_bits // 8, record[layout.data_bytes :]
     codes = record[:packed] if layout.fp8_format else oracle.unpack_e2m1(record[:packed])
     if layout.scale_dtype == torch.float32:
@@ -431,13 +432,9 @@ def hold_record(record: U8, formula: Formula, layout: KVCacheLayout, where: str)
         exponents = scales[: layout.num_groups].astype(np.int64) - oracle.E8M0_BIAS
         if (scales[layout.num_groups :] != 0).any():
             raise Wrong(f"{where}: a pad byte after the scales is not 0")
-    if error := CodeRule.of(layout).error(Formula(formula.value[:nope], formula.error[:nope]), codes, exponents):
+    if error := CodeRule.of(layout).error(formula[:nope], codes, exponents):
         raise Wrong(f"{where}: {error}")
     if not layout.rope_dim:
         return Measure()
-    tail = Formula(formula.value[nope:], formula.error[nope:])
-    return _hold_rounded(floats(record[packed : layout.data_bytes], torch.bfloat16), tail, torch.bfloat16, where)
-
-
-def _hold_rounded(values: F64, formula: Formula, dtype: torch.dtype, where: str) -> Measure:
-    return hold_values(values, formula, dtype, lambda place: f"{where}, value {place[0] if place else 0}")
+    tail = floats(record[packed : layout.data_bytes], torch.bfloat16)
+    return hold_values(tail, formula[nope:], torch.bfloat16, where)

@@ -101,6 +101,22 @@ def round_bf16(x: ArrayLike) -> F64:
     return np.where(np.abs(rounded) >= BF16_OVERFLOW, np.copysign(np.inf, values), rounded)
 
 
+def bf16_bytes(values: F64) -> U8:
+    """Return bf16 values, little endian: a bf16 is the upper half of its float32."""
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+
+
+def read_bf16(data: U8) -> F64:
+    """Undo `bf16_bytes`."""
+    bits = np.ascontiguousarray(data).view("<u2").astype(np.uint32) << 16
+    return bits.view(np.float32).astype(np.float64)
+
+
+def decode_e8m0(codes: U8) -> F64:
+    """Return the scale of every byte b, 2 ** (b - 127); 255 gives NaN (OCP MX)."""
+    return np.where(codes == E8M0_NAN, np.nan, np.ldexp(1.0, codes.astype(np.int64) - E8M0_BIAS))
+
+
 def scale_exponent(amax: float, largest: float, floor: float = MIN_AMAX) -> int:
     """Return the smallest e with max(amax, floor) <= largest * 2**e, clamped to [-127, 127] (vLLM rule).
 
@@ -137,8 +153,7 @@ def quantize_record(row: F64, *, nope_dim: int, rope_dim: int, group_size: int, 
     scales = np.zeros(scale_bytes, dtype=np.uint8)
     scales[:groups] = exponents + E8M0_BIAS
     codes = encode_e4m3(np.ldexp(values[:nope_dim], -np.repeat(exponents, group_size)[:nope_dim]), fnuz)
-    bits = values[nope_dim:].astype(np.float32).view(np.uint32) >> 16  # a bf16 is the upper half of its float32
-    return np.concatenate([codes, bits.astype("<u2").view(np.uint8), scales])
+    return np.concatenate([codes, bf16_bytes(values[nope_dim:]), scales])
 
 
 def dequantize_record(
@@ -149,11 +164,9 @@ def dequantize_record(
     if record.shape != (rope_end + scale_bytes,):
         msg = f"record {record.shape} is not {rope_end + scale_bytes} bytes"
         raise ValueError(msg)
-    byte_of_value = np.repeat(record[rope_end:].astype(np.int64), group_size)[:nope_dim]
-    scales = np.where(byte_of_value == E8M0_NAN, np.nan, np.ldexp(1.0, byte_of_value - E8M0_BIAS))
+    scales = decode_e8m0(np.repeat(record[rope_end:], group_size)[:nope_dim])
     nope = round_bf16(decode_e4m3(record[:nope_dim], fnuz) * scales)
-    bits = np.ascontiguousarray(record[nope_dim:rope_end]).view("<u2").astype(np.uint32) << 16
-    return np.concatenate([nope, bits.view(np.float32).astype(np.float64)])
+    return np.concatenate([nope, read_bf16(record[nope_dim:rope_end])])
 
 
 def dequantize_blocks(codes: U8, scale: F64 | U8, fnuz: bool, block: int = 128) -> F64:  # noqa: FBT001
@@ -166,15 +179,9 @@ def dequantize_blocks(codes: U8, scale: F64 | U8, fnuz: bool, block: int = 128) 
     if scale.shape != (-(-rows // block), -(-columns // block)):
         msg = f"scales {scale.shape} do not belong to a matrix {codes.shape} in blocks of {block}"
         raise ValueError(msg)
-    values = np.zeros((rows, columns))
-    for i, row_of_scales in enumerate(scale):
-        for j, block_scale in enumerate(row_of_scales):
-            factor = float(block_scale)
-            if scale.dtype == np.uint8:
-                factor = math.nan if block_scale == E8M0_NAN else math.ldexp(1.0, int(block_scale) - E8M0_BIAS)
-            part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
-            values[part] = round_bf16((decode_e4m3(codes[part], fnuz) * factor).astype(np.float32))
-    return values
+    factors = decode_e8m0(scale.astype(np.uint8)) if scale.dtype == np.uint8 else scale.astype(np.float64)
+    of_values = np.repeat(np.repeat(factors, block, 0), block, 1)[:rows, :columns]
+    return round_bf16((decode_e4m3(codes, fnuz) * of_values).astype(np.float32))
 
 
 def read_record(
@@ -337,19 +344,6 @@ def attend_row(q: F64, keys: F64, sink: F64 | None, scale: float) -> tuple[F64, 
     return apply_sink(out, lse, sink), lse
 
 
-def merge_lse(outs: Sequence[F64], lses: Sequence[F64]) -> tuple[F64, F64]:
-    """Merge attention over disjoint sets of keys, each without sink, by weights exp(lse); empty shards are skipped."""
-    out, lse = np.zeros(np.shape(outs[0])), np.full(len(lses[0]), -math.inf)
-    for h in range(len(lse)):
-        shards = [(o[h], float(part[h])) for o, part in zip(outs, lses, strict=True) if part[h] != -math.inf]
-        if shards:
-            largest = max(part for _, part in shards)
-            total = sum(math.exp(part - largest) for _, part in shards)
-            lse[h] = largest + math.log(total)
-            out[h] = sum(math.exp(part - largest) / total * np.asarray(o, dtype=np.float64) for o, part in shards)
-    return out, lse
-
-
 def inverse_rope_project(o: F64, cos: F64, sin: F64, rope_dim: int, wo_a: F64, wo_b: F64 | None) -> F64:
     """Turn o [H, D] back at the query's position, then apply the grouped output projection (vLLM, HF).
 
@@ -380,8 +374,7 @@ def record_fp8(row: F64, scale_floor: float = 0.0) -> U8:
 
 def read_fp8(record: U8, dim: int) -> F64:
     """Return [dim] values of a record, as bf16; scale byte 255 is NaN."""
-    byte = np.repeat(record[dim:].astype(np.int64), FP8_GROUP)[:dim]
-    scale = np.where(byte == E8M0_NAN, np.nan, np.ldexp(1.0, byte - E8M0_BIAS))
+    scale = decode_e8m0(np.repeat(record[dim:], FP8_GROUP)[:dim])
     return round_bf16(decode_e4m3(record[:dim], False) * scale)
 
 
@@ -413,17 +406,13 @@ def record_nvfp4(row: F64, nope_dim: int) -> U8:
     groups = [group_fp4(values[start : min(start + FP4_GROUP, nope_dim)]) for start in starts]
     scales = np.zeros(-(-len(groups) // 8) * 8, dtype=np.uint8)
     scales[: len(groups)] = [scale for _, scale in groups]
-    bits = values[nope_dim:].astype(np.float32).view(np.uint32) >> 16  # a bf16 is the upper half of its float32
-    return np.concatenate(
-        [pack_e2m1(np.concatenate([codes for codes, _ in groups])), bits.astype("<u2").view(np.uint8), scales]
-    )
+    codes = pack_e2m1(np.concatenate([codes for codes, _ in groups]))
+    return np.concatenate([codes, bf16_bytes(values[nope_dim:]), scales])
 
 
 def read_nvfp4(record: U8, nope_dim: int, rope_dim: int) -> F64:
     """Read one record of `record_nvfp4` back: code * scale, and RoPE as it is."""
     end = nope_dim // 2 + 2 * rope_dim
     scales = np.repeat(decode_e4m3(record[end:], False), FP4_GROUP)[:nope_dim]
-    bits = np.ascontiguousarray(record[nope_dim // 2 : end]).view("<u2").astype(np.uint32) << 16
-    return np.concatenate(
-        [decode_e2m1(unpack_e2m1(record[: nope_dim // 2])) * scales, bits.view(np.float32).astype(np.float64)]
-    )
+    nope = decode_e2m1(unpack_e2m1(record[: nope_dim // 2])) * scales
+    return np.concatenate([nope, read_bf16(record[nope_dim // 2 : end])])

@@ -20,6 +20,7 @@ from dsv4attn.testing.oracle.attention import (
     U8,
     decode_e2m1,
     decode_e4m3,
+    decode_e8m0,
     encode_e2m1,
     encode_e4m3,
     pack_e2m1,
@@ -121,9 +122,7 @@ def read_index_fp4(record: U8) -> F64:
 
 def scaled_e2m1(codes: U8, scales: U8) -> F64:
     """Return codes [..., Di] times 2**(byte - 127) of the scale bytes [..., Di / 32] of their groups."""
-    exponents = np.repeat(scales.astype(np.int64), E2M1_GROUP, axis=-1)
-    values = np.ldexp(decode_e2m1(codes), exponents - E8M0_BIAS)
-    return np.where(exponents == E8M0_NAN, np.nan, values)
+    return decode_e2m1(codes) * decode_e8m0(np.repeat(scales, E2M1_GROUP, axis=-1))
 
 
 def fold_weights(weights: F64, dim: int, exponents: F64 | int) -> F64:

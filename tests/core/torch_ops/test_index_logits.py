@@ -71,7 +71,7 @@ class Scene:
         assert (tuple(actual.shape), actual.dtype) == (self.expected.shape, torch.float32)
         seen = np.isfinite(self.expected)
         assert (np.isneginf(actual.numpy()) == ~seen).all(), "-inf exactly after the visible entries"
-        hold_values(actual[torch.from_numpy(seen)], Formula(self.expected[seen], self.errors[seen]), torch.float32, str)
+        hold_values(actual[torch.from_numpy(seen)], Formula(self.expected[seen], self.errors[seen]), torch.float32, "")
 
 
 @pytest.mark.parametrize("dialect", Fp8Format)
@@ -165,7 +165,7 @@ def test_g23_gathered_logits_equal_the_oracle_between_the_bounds_of_each_row(dia
         formula = values[row], weights[row].double().numpy(), (keys * scales[:, None])[seen]
         expected = Formula(oracle_layer.index_scores(*formula), score_errors(*formula))
         assert torch.isneginf(actual[row]).sum() == 77 - len(seen)
-        hold_values(actual[row, start : max(end, start)], expected, torch.float32, str)
+        hold_values(actual[row, start : max(end, start)], expected, torch.float32, "")
 
 
 def test_gathered_logits_ask_for_fp8_queries() -> None:
