@@ -7,6 +7,7 @@ tokens of an entry, S tokens of a request whose states count in the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from attrs import frozen
@@ -114,15 +115,12 @@ def _save(case: LayerOpCase, parts: _Parts, states: _States, random: RandomNumbe
     row = cache.region("row")
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
-        save = backend.layer_ops.save_partial_states
-
-        def run() -> None:
-            save(kv, score, ape, states.positions, cache, slots)
+        save = partial(backend.layer_ops.save_partial_states, kv, score, ape, states.positions, cache, slots)
 
         def results() -> Sequence[Tensor]:
             return [row[slots // cache.block_size, slots % cache.block_size]]
 
-        return Contender(name, run, lambda: row.fill_(torch.nan), results)
+        return Contender(name, save, lambda: row.fill_(torch.nan), results)
 
     biases = min(case.count, parts.ratio) * parts.width
     moved = 4 * (2 * product.numel() + biases) + 16 * case.count
@@ -148,12 +146,8 @@ def _store(case: LayerOpCase, parts: _Parts, states: _States, random: RandomNumb
     pages, norm = StatePages(states.cache, states.table), EntryNorm(weight, parts.layer.eps, table)
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
-        store = backend.layer_ops.compress_norm_rope_store
-
-        def run() -> None:
-            overlap = parts.layer.overlap
-            store(pages, states.request, states.positions, mapping, norm, ratio, cache, overlap=overlap)
-
+        store, step = backend.layer_ops.compress_norm_rope_store, (states.request, states.positions, mapping)
+        run = partial(store, pages, *step, norm, ratio, cache, overlap=parts.layer.overlap)
         # 0xFF is NaN as a code, as a bf16, as a scale byte and as an fp32 scale
         return Contender(name, run, lambda: cache.tensor.fill_(0xFF), lambda: [fetch(cache, slots)])
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.tools.bench.attention_peers import Peer, missing
-from dsv4attn.tools.bench.contenders import Contender, Task, returning
+from dsv4attn.tools.bench.contenders import Contender, Task, returning, writing
 from dsv4attn.tools.bench.hyper_connections import StreamInputs
 from dsv4attn.tools.bench.index_ops import PAGE, IndexInputs, selection_bounds
 
@@ -116,20 +118,15 @@ class DeepGEMM(Peer):
         squares = fn.new_empty(*lead, x.shape[0])
         wide = x.float()
         expected = [wide @ fn.T, wide.square().sum(-1, keepdim=True)]
-
-        def run() -> None:
-            module.tf32_hc_prenorm_gemm(x, fn, out, squares, splits)
-
-        def reset() -> None:
-            out.fill_(torch.nan)
-            squares.fill_(torch.nan)
+        product = partial(module.tf32_hc_prenorm_gemm, x, fn, out, squares, splits)
 
         def results() -> list[Tensor]:
             sums = [out, squares[..., None]]
             return sums if splits is None else [part.sum(0) for part in sums]
 
         note = "mhc: the product with fn and the sums of squares at the beginning of mhc_pre, and nothing else"
-        return Contender(f"{self.name} product", run, reset, results, note, expected)
+        written = writing(f"{self.name} product", product, out, squares)
+        return evolve(written, results=results, note=note, expected=expected)
 
 
 class FlashInferTopk(DeepGEMM):

@@ -123,28 +123,18 @@ class Run:
             {"kernel": kernel, "by": by, "peer": peer, "speed": ratio}
             for (kernel, by, peer), ratio in geomeans(self.rows).items()
         ]
+        beside_584 = [
+            {"kernel": kernel, "by": by, "records": records, "speed": ratio}
+            for (kernel, by, records), ratio in pair_means(self.rows).items()
+        ]
         return {
             "ok": self.ok,
             "schema": SCHEMA,
-            "machine": asdict(self.machine),
-            "date": self.date,
-            "command": self.command,
-            "rounds": self.rounds,
-            "roofline": asdict(self.roofline),
+            **asdict(self),
             "rows": [row.as_json() for row in self.rows],
             "geometric_means": means,
-            "beside_584": [
-                {"kernel": kernel, "by": by, "records": records, "speed": ratio}
-                for (kernel, by, records), ratio in pair_means(self.rows).items()
-            ],
-            "cliffs": [asdict(cliff) for cliff in self.cliffs],
-            "unavailable": dict(self.unavailable),
-            "versions": dict(self.versions),
-            "host": [dict(share) for share in self.host],
-            "layers": [dict(time) for time in self.layers],
-            "reference_ops": list(self.reference_ops),
+            "beside_584": beside_584,
             "complete": self.ran is None,
-            "asked": self.asked,
             "ran": self.asked if self.ran is None else self.ran,
         }
 

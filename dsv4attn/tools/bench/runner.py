@@ -21,12 +21,12 @@ from dsv4attn.tools.bench.cases import PAIRS, PRESETS, KernelCase
 from dsv4attn.tools.bench.clock import Clock, Spread
 from dsv4attn.tools.bench.compressor import compressor_task
 from dsv4attn.tools.bench.contenders import Contender, Task, make_task
-from dsv4attn.tools.bench.forward_step import make_forward_step, products
+from dsv4attn.tools.bench.forward_step import make_forward_step
 from dsv4attn.tools.bench.hyper_connections import mhc_task
 from dsv4attn.tools.bench.index_ops import index_task, select_task
-from dsv4attn.tools.bench.inputs import Inputs, make_inputs
+from dsv4attn.tools.bench.inputs import make_inputs
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
-from dsv4attn.tools.bench.layer_products import ProductInputs, products_task, torch_product
+from dsv4attn.tools.bench.layer_products import products_task
 from dsv4attn.tools.bench.overhead import overhead
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.saved import finite
@@ -306,12 +306,8 @@ def _makers(
     """(name, whether it is a peer, type of its products, what makes it) of all contenders of a case."""
     for name, backend in able.items():
         yield name, False, backend.capabilities.products, partial(task.contender, name, backend, torch.bfloat16)
-    first = isinstance(task.case, KernelCase) and task.case.records in ("", PAIRS[0])
-    if task.case.kernel == "step" and isinstance(task.inputs, Inputs) and first:
-        bare = partial(Contender, "products", products(task.inputs), lambda: None, list)
-        yield "products", True, Products.BF16, bare
-    if isinstance(task.inputs, ProductInputs):
-        yield "torch", True, Products.BF16, partial(torch_product, task.inputs)
+    for name, make in task.beside.items():
+        yield name, True, Products.BF16, make
     for peer in peers:
         if task.case.kernel in peer.kernels:
             yield peer.name, True, peer.products, partial(peer.contender, task, [*able.values()])

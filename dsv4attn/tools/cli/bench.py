@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,18 +247,19 @@ def _measured(
     host_times, layer_times = list[Mapping[str, object]](), list[Mapping[str, object]]()
     # the CPU's threads do not matter for times on an accelerator
     cpu_threads = Threads.chosen(threads) if place.type == "cpu" else None
-    with cpu_threads.used() if cpu_threads else nullcontext(), _progress(1 + total, shown=shown) as begin:
-        begin("roofline")
+    bar = progress_bar(1 + total, "{task.fields[case]}", shown=shown, between_calls=True, case="")
+    with cpu_threads.used() if cpu_threads else nullcontext(), bar as move:
+        move(0, case="roofline")
         runner = Runner(place, timed, asked_peers, size.rounds)
         whole = [(case.name, partial(runner.host, case), host_times) for case in hosts]
         whole += [(layer.name, partial(runner.layer, layer), layer_times) for layer in layers]
         try:
             for group in together(kernel_cases):
-                begin(group[0].name, len(group))
+                move(1 + ran, case=group[0].name)
                 rows += runner.run(*group)
                 ran += len(group)
             for name, measure, times in whole:
-                begin(name)
+                move(1 + ran, case=name)
                 measured, failed = measure()
                 times.extend(measured)
                 rows += failed
@@ -343,17 +344,3 @@ def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
             except NoBackendError as broken:
                 click.echo(f"left out: {name}: {str(broken).splitlines()[0]}", err=True)
     return backends
-
-
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """A bar with the running case."""
-    begun = 0
-    with progress_bar(total, "{task.fields[case]}", shown=shown, between_calls=True, case="") as move:
-
-        def begin(name: str, cases: int = 1) -> None:
-            nonlocal begun
-            move(begun, case=name)
-            begun += cases
-
-        yield begin

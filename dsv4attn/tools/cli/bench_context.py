@@ -113,12 +113,13 @@ def bench_context(
     from dsv4attn.config import load_settings
     from dsv4attn.tools.bench.cases import CONTEXT_CASES, named
     from dsv4attn.tools.bench.context import ContextRun
-    from dsv4attn.tools.bench.context_cases import context_cases, context_size
+    from dsv4attn.tools.bench.context_cases import context_cases
     from dsv4attn.tools.bench.result import now, this_machine
 
-    size, default = context_size(place.type), [name for name in CONTEXT_CASES if name.startswith("flash")]
+    on_cpu, default = place.type == "cpu", [name for name in CONTEXT_CASES if name.startswith("flash")]
     names = named("case", cases, list(CONTEXT_CASES), default)
-    decodes = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
+    requests, contexts = requests or (2 if on_cpu else 8), contexts or ((8192,) if on_cpu else (8192, 1048576))
+    decodes = context_cases(names, requests, contexts, ranks, interleave)
     name, chosen = _backend(backend, backend_options, decodes, place, capture=graph)
     facts = ContextRun(
         machine=this_machine(place),
@@ -128,12 +129,12 @@ def bench_context(
         process_group=group_backend,
         ranks=ranks,
         interleave=interleave,
-        rounds=rounds or size.rounds,
+        rounds=rounds or (5 if on_cpu else 20),
         graph=graph,
         results=(),
         reference_ops=load_settings().reference_ops,
     )
-    with joined(ranks, interleave, backend=group_backend, device=None if place.type == "cpu" else place) as group:
+    with joined(ranks, interleave, backend=group_backend, device=None if on_cpu else place) as group:
         run = _measured(group, facts, chosen, decodes, place)
     if group.ownership.rank == 0:
         _show(run, save, as_json=as_json)

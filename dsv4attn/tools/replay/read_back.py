@@ -33,14 +33,16 @@ _E4M3, _E4M3_SMALLEST = 2.0**-4, 2.0**-10
 """Half a step of e4m3, relative, and of its smallest values."""
 
 
-class KeyReader:
-    """Keys of one cache, in float64."""
-
+class _Reader:
     def __init__(self, cache: PagedKVCache) -> None:
-        """Look at the memory of a cache of keys; a page is copied when it is read, if it is not on the CPU."""
+        """Look at the memory of a cache; a page is copied when it is read, if it is not on the CPU."""
         self._layout, self._size = cache.layout, cache.block_size
         self._pages = _raw_pages(cache) if cache.layout.is_quantised else None
         self._rows = cache.tensor
+
+
+class KeyReader(_Reader):
+    """Keys of one cache, in float64."""
 
     def read(self, blocks: list[int], numbers: list[int]) -> F64:
         """[n, D] records `numbers` of a request with these blocks."""
@@ -63,17 +65,11 @@ class KeyReader:
         )
 
 
-class IndexKeyReader:
+class IndexKeyReader(_Reader):
     """Index keys of one cache, in float64.
 
     A page holds rows, or the codes of all its keys and then an fp32 scale of each key.
     """
-
-    def __init__(self, cache: PagedKVCache) -> None:
-        """Look at the memory of a cache of index keys; a page is copied when it is read, if it is not on the CPU."""
-        self._layout, self._size = cache.layout, cache.block_size
-        self._pages = _raw_pages(cache) if cache.layout.is_quantised else None
-        self._rows = cache.tensor
 
     def read(self, blocks: list[int], count: int) -> F64:
         """[count, Di] the first keys of a request with these blocks."""
