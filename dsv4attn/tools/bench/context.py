@@ -25,7 +25,6 @@ from dsv4attn.tools.bench.context_cases import ContextCase
 from dsv4attn.tools.bench.context_step import ContextStep, one_rank, over_ranks
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.result import Machine
-from dsv4attn.tools.bench.runner import time_what_is_right
 from dsv4attn.tools.bench.saved import finite
 
 BUDGET = {Products.BF16: 5e-3, Products.FP8: 5e-2}
@@ -165,7 +164,7 @@ def measure(
         del inputs, single
         calls, sent_by_step = [*many.calls.values()], dict[str, float]()
 
-        def check(_: ContextStep) -> tuple[Error, Sequence[str]]:
+        def check() -> tuple[Error, Sequence[str]]:
             for step, runs in ((whole, alone), (many, calls)):
                 if step is not None:
                     sent_before = sent.copy()
@@ -175,16 +174,16 @@ def measure(
                 sent_by_step.setdefault(name, (sent[name] - sent_before[name]) / case.requests)
             return _compared(context, many, expected, whole)
 
-        def time(_: Sequence[ContextStep]) -> Sequence[tuple[PartTime, ...]]:
+        checks, times = [check()], tuple[PartTime, ...]()
+        if not checks[0][1]:
             if graph:
                 with context.together(f"graphs of one rank of {case.name}"):
                     alone[:] = [captured(call, clock.device) for call in alone]
                 calls[:] = [captured(call, clock.device) for call in calls]
             spreads = clock.times_over_ranks(alone, calls, rounds)
-            return [tuple(PartTime(*part) for part in zip(parts, *spreads, strict=True))]
-
-        ((first_check, times, second_check),) = time_what_is_right([many], check, lambda verdict: not verdict[1], time)
-    checks = [check for check in (first_check, second_check) if check is not None]
+            times = tuple(PartTime(*part) for part in zip(parts, *spreads, strict=True))
+            # later calls may give other results
+            checks.append(check())
     heads, dim = many.step.q.shape[1:]
     formula = {"attention": attention_bytes(heads, dim, many.step.q.element_size())}
     formula |= {"candidates": candidate_bytes(case.preset.topk)} if case.selects else {}
@@ -196,7 +195,7 @@ def measure(
         largest([away.worst for away, _ in checks]),
         0 if expected[1] is None else int((expected[1] >= 0).sum()),
         wrong,
-        () if wrong or times is None else times,
+        () if wrong else times,
         *sizes,
         formula,
         {name: max(rank[name] for rank in sent_by_rank) for name in formula},

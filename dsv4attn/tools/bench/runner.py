@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import geometric_mean
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from attrs import asdict, evolve, field, frozen
@@ -131,29 +131,6 @@ _LAYER_OPS = {
 _C4A = KernelCase("decode", PRESETS["flash_c4"], "", ((8191, 1),))
 
 
-_Entry = TypeVar("_Entry")
-_Verdict = TypeVar("_Verdict")
-_Times = TypeVar("_Times")
-
-
-def time_what_is_right(
-    entries: Sequence[_Entry],
-    check: Callable[[_Entry], _Verdict],
-    is_right: Callable[[_Verdict], bool],
-    time: Callable[[Sequence[_Entry]], Sequence[_Times]],
-) -> list[tuple[_Verdict, _Times | None, _Verdict | None]]:
-    """Check all entries, time those that are right, and check these again, because later calls may differ.
-
-    check: runs an entry over spoilt results and judges them. time: times of entries that run in turn. Returns for each
-    entry the first verdict, and its times and the second verdict if the first was right.
-    """
-    verdicts = [check(entry) for entry in entries]
-    right = [i for i, verdict in enumerate(verdicts) if is_right(verdict)]
-    times = dict(zip(right, time([entries[i] for i in right]), strict=True)) if right else {}
-    again = {i: check(entries[i]) for i in right}
-    return [(verdict, times.get(i), again.get(i)) for i, verdict in enumerate(verdicts)]
-
-
 class Runner:
     """Runs cases on a device with a set of backends and peers, for a number of rounds."""
 
@@ -178,19 +155,19 @@ class Runner:
                 return [self._row(case, name, REFUSED, reason=why) for case in cases for name in self.backends]
             refused, entries = [], []
             for task in tasks:
-                rows, contenders = self._contenders(task)
-                refused.append(rows)
+                unable, contenders = self._contenders(task)
+                refused.append(unable)
                 entries += [(task, *contender) for contender in contenders]
-            outcomes = time_what_is_right(
-                entries,
-                lambda entry: self._checked(*entry),
-                lambda row: row.state == MEASURED,
-                lambda right: self._spreads([contender.run for _, contender, _, _ in right]),
-            )
+            rows = [self._checked(*entry) for entry in entries]
+            right = [i for i, row in enumerate(rows) if row.state == MEASURED]
+            spreads = self._spreads([entries[i][1].run for i in right])
+            # later calls may give other results, so these are checked again
+            again = [self._checked(*entries[i]) for i in right]
+        for i, spread, checked in zip(right, spreads, again, strict=True):
+            rows[i] = self._timed(entries[i][0], rows[i], spread, checked)
         rows_of = {id(task): list[BenchRow]() for task in tasks}
-        for (task, *_), (row, spread, again) in zip(entries, outcomes, strict=True):
-            timed = row if spread is None or again is None else self._timed(task, row, spread, again)
-            rows_of[id(task)].append(timed)
+        for (task, *_), row in zip(entries, rows, strict=True):
+            rows_of[id(task)].append(row)
         rows_by_case = [_compared([*rows_of[id(task)], *rest]) for task, rest in zip(tasks, refused, strict=True)]
         return _relative_to_584([row for rows in rows_by_case for row in rows])
 
