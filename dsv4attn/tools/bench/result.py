@@ -14,6 +14,7 @@ from attrs import asdict, evolve, field, frozen
 
 from dsv4attn import __version__
 from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.core.reprs import counted
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow, geomeans, pair_means
@@ -59,8 +60,7 @@ class Machine:
     @property
     def threads_text(self) -> str:
         """Threads of the CPU, and the number of cores if it was counted."""
-        of = f" of {self.cores} core{'s' * (self.cores != 1)}" if self.cores else ""
-        return f"{self.threads} thread{'s' * (self.threads != 1)}{of}"
+        return counted(self.threads, "thread") + (f" of {counted(self.cores, 'core')}" if self.cores else "")
 
 
 @frozen

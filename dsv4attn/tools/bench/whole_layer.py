@@ -25,7 +25,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights, weight_shapes
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import counted, fields_repr
 from dsv4attn.errors import ArgumentError
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.bench.cases import PRESETS
@@ -84,8 +84,8 @@ class LayerCase:
     @property
     def step(self) -> str:
         """What the step is, in words."""
-        sequences = f"{self.requests:,} sequence{'' if self.requests == 1 else 's'}"
-        new = f"{self.tokens:,} new token{'' if self.tokens == 1 else 's'}{' each' if self.requests > 1 else ''}"
+        sequences = counted(self.requests, "sequence")
+        new = counted(self.tokens, "new token") + " each" * (self.requests > 1)
         first, last = self.contexts[0], self.contexts[-1]
         contexts = f"{first:,} to {last:,}" if first < last else f"{last:,}"
         return f"{sequences}, {new}, {contexts} in the cache"

@@ -112,11 +112,8 @@ class RanksReport:
     def gather(cls, context: ContextParallel, layers: Sequence[LayerOnRank]) -> RanksReport:
         """The same report on every rank."""
         ownership = context.ownership
-        return cls(
-            ownership.size,
-            ownership.interleave,
-            context.gather_objects(RankReport(ownership.rank, layers), "the report"),
-        )
+        reports = context.gather_objects(RankReport(ownership.rank, layers), "the report")
+        return cls(ownership.size, ownership.interleave, reports)
 
     @property
     def differing(self) -> list[str]:
