@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-__all__ = ["bytes_text", "fields_repr", "layer_text", "limits_text", "one_line", "value_text"]
+__all__ = ["bytes_text", "counted", "fields_repr", "layer_text", "limits_text", "one_line", "value_text"]
 
 _T = TypeVar("_T")
 
@@ -64,6 +64,11 @@ def value_text(value: object) -> str:
     if hasattr(type(value), "__attrs_attrs__") or len(text) <= _MOST_LETTERS:
         return text.replace("\n", " ")
     return f"{text[:_MOST_LETTERS]}...".replace("\n", " ")
+
+
+def counted(count: int, name: str, plural: str | None = None) -> str:
+    """A number with what it counts: `1 layer`, `2,048 tokens`, `2 entries`."""
+    return f"{count:,} {name if count == 1 else plural or name + 's'}"
 
 
 def bytes_text(count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from math import isnan
 
 import torch
 from attrs import frozen
@@ -54,5 +55,9 @@ def error(pairs: Sequence[tuple[Tensor, Tensor]]) -> Error:
         mean = all_.mean().clamp_min(1e-30)
         totals.append(float((off.sum() / all_.sum().clamp_min(1e-30)).sqrt()))
         worsts.append(float((off / torch.where(all_ > 1e-6 * mean, all_, mean)).max().sqrt()))
-    # `max` would drop a NaN that is not the first value
-    return Error(*(next((v for v in values if v != v), max(values)) for values in (totals, worsts)))  # noqa: PLR0124
+    return Error(largest(totals), largest(worsts))
+
+
+def largest(values: Sequence[float]) -> float:
+    """The largest of some numbers, or NaN if one is. `max` would drop a NaN that is not the first value."""
+    return next(filter(isnan, values), max(values))

@@ -71,7 +71,8 @@ def prepare_attention(backend: Backend, inputs: Inputs, out: Tensor) -> Callable
             rows = torch.full_like(rows, torch.nan)
             steps.append(lambda: gather_rows(backend, inputs, rows))
         flat = rows.flatten(0, 1)
-        keys = GatheredKeys(flat, formed[0]) if gathered else [PagedKeys(_as_pages(flat), formed[0])]
+        # a backend that reads pages gets pages of one row
+        keys = GatheredKeys(flat, formed[0]) if gathered else [PagedKeys(PagedKVCache(flat[:, None], _ROWS), formed[0])]
         slots = [flat.shape[0]]
     else:
         keys = [PagedKeys(segment.cache, f) for segment, f in zip(inputs.segments, formed, strict=True)]
@@ -112,11 +113,6 @@ def gather_rows(backend: Backend, inputs: Inputs, rows: Tensor) -> None:
 def _packing(backend: Backend, dense: DenseIndices, ragged: RaggedIndices, slots: int) -> Callable[[], None]:
     build, out = backend.index_ops.build_ragged_indices_from_dense, (ragged.indices, ragged.indptr)
     return partial(build.prepare(dense.indices, dense.lens, slots, out=out), dense.indices)
-
-
-def _as_pages(rows: Tensor) -> PagedKVCache:
-    """Rows [S, D] as pages of one row, for a backend that reads pages."""
-    return PagedKVCache(rows[:, None], _ROWS)
 
 
 def _combined(inputs: Inputs, alignment: int) -> DenseIndices:

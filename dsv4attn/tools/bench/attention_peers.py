@@ -17,7 +17,7 @@ from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.attention_call import gather_rows
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM
-from dsv4attn.tools.bench.contenders import Contender, Task
+from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import Inputs
 
 _WORKSPACE_BYTES = 128 * 2**20
@@ -39,23 +39,37 @@ def missing(module: str, *names: str) -> str | None:
     return f"{module} has no {', '.join(lacks)}" if lacks else None
 
 
-class AttentionPeer(ABC):
-    """Another library's attention, with or without a gather before it. Calls return [T, H, D].
+class Peer(ABC):
+    """Another library.
 
     name: name in tables.
     kernels: kernels that it has.
     products: type of its products, by which its results are judged.
-    reads_pages: whether its prefill reads pages. Otherwise a backend gathers rows for it, inside the timed call.
+    needs: modules, each with the names that it must have.
     """
 
     name: str
-    kernels: tuple[str, ...] = ATTENTION
+    kernels: tuple[str, ...]
     products = Products.BF16
-    reads_pages = False
+    needs: Sequence[tuple[str, ...]] = ()
 
-    @abstractmethod
     def available(self) -> str | None:
         """Why it cannot be used here, or None."""
+        return next(filter(None, (missing(*needed) for needed in self.needs)), None)
+
+    @abstractmethod
+    def contender(self, task: Task, gatherers: Sequence[Backend]) -> Contender | None:
+        """Its counterpart of a case, or None if it has none. gatherers: backends that may gather rows for it."""
+
+
+class AttentionPeer(Peer):
+    """Another library's attention, with or without a gather before it. Calls return [T, H, D].
+
+    reads_pages: whether its prefill reads pages. Otherwise a backend gathers rows for it, inside the timed call.
+    """
+
+    kernels = ATTENTION
+    reads_pages = False
 
     @abstractmethod
     def decode(self, inputs: Inputs) -> Callable[[], Tensor]:
@@ -66,11 +80,7 @@ class AttentionPeer(ABC):
         """Attention over the combined rows, `rows` being the matrix of them [S, D]; or on pages, if it reads pages."""
 
     def contender(self, task: Task, gatherers: Sequence[Backend]) -> Contender:
-        """See `peers.Peer`. The first of the gatherers gathers rows for a library that does not read pages.
-
-        The result is the tensor that the last call returned, because a peer may allocate its own output. Before the
-        first call it is NaN.
-        """
+        """See `Peer`. The first of the gatherers gathers rows for a library that does not read pages."""
         inputs = task.inputs
         if not isinstance(inputs, Inputs):
             raise UnsupportedError("kernel", expected="attention", actual=task.case.kernel)
@@ -88,31 +98,26 @@ class AttentionPeer(ABC):
                 rows, name = torch.full_like(rows, torch.nan), f"{name} + gather"
                 gather, note = partial(gather_rows, gatherers[0], inputs, rows), f"rows gathered by {gatherers[0].name}"
             call = self.prefill(inputs, rows.flatten(0, 1))
-        last = [torch.full_like(inputs.q, torch.nan)]
 
-        def run() -> None:
+        def run() -> list[Tensor]:
             if gather is not None:
                 gather()
-            last[0] = call()
+            return [call()]
 
-        def reset() -> None:
-            last[0].fill_(torch.nan)
-
-        return Contender(name, run, reset, lambda: last, note)
+        return returning(name, run, note=note)
 
 
 class FlashMLA(AttentionPeer):
     """DeepSeek's kernels, from their own package or from an engine that ships them."""
 
-    _functions = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
-
     def __init__(self, name: str = "flash_mla", module: str = "flash_mla", asks: str = "") -> None:
         """name: in tables. asks: function of the module that returns (supported, why not)."""
         self.name, self._module, self._asks = name, module, asks
+        self.needs = [(module, "flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")]
 
     def available(self) -> str | None:
         """Why it cannot be used here, or None."""
-        why = missing(self._module, *self._functions)
+        why = super().available()
         if why or not self._asks:
             return why
         support = getattr(importlib.import_module(self._module), self._asks, None)
@@ -172,15 +177,12 @@ class FlashInfer(AttentionPeer):
 
     name = "flashinfer"
     products, reads_pages = Products.FP8, True
-    _module, _function = "flashinfer.mla", "trtllm_batch_decode_sparse_mla_dsv4"
-
-    def available(self) -> str | None:
-        """Why it cannot be used here, or None."""
-        return missing(self._module, self._function)
+    needs = (("flashinfer.mla", "trtllm_batch_decode_sparse_mla_dsv4"),)
 
     def decode(self, inputs: Inputs) -> Callable[[], Tensor]:
         """Its one function; more than 64 tokens make it a prefill."""
-        function = getattr(importlib.import_module(self._module), self._function)
+        module, name = self.needs[0]
+        function = getattr(importlib.import_module(module), name)
         window, *rest = inputs.segments
         optional: dict[str, Any] = {}
         for extra in rest:

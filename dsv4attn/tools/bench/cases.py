@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -164,13 +165,11 @@ class CaseSizes:
     drafts: int = 0
 
 
-_SIZES = {"cpu": CaseSizes((1, 4), 32, 128, 256, 5)}
-_ACCELERATOR = CaseSizes((8, 64, 256), 2048, 8192, 8192, 20)
-
-
 def sizes(device: str) -> CaseSizes:
     """Default sizes on a kind of torch device. On a CPU the run takes less than a minute."""
-    return _SIZES.get(device, _ACCELERATOR)
+    if device == "cpu":
+        return CaseSizes((1, 4), 32, 128, 256, 5)
+    return CaseSizes((8, 64, 256), 2048, 8192, 8192, 20)
 
 
 def named(kind: str, text: str | None, allowed: Sequence[str], default: Sequence[str]) -> list[str]:
@@ -187,29 +186,18 @@ def cases_of(kernels: Sequence[str], presets: Sequence[str], size: CaseSizes) ->
     layers = [PRESETS[name] for name in presets]
     if size.heads:
         layers = [of_rank(layer, heads) for layer in layers for heads in size.heads]
-    return [case for kernel in kernels for case in _cases(kernel, layers, size)]
+    cases = (case for kernel in kernels for case in _of_kernel(kernel, layers, size))
+    paired = ((case, PAIRS if case.preset.v41 and case.kernel in PAIRED else ("",)) for case in cases)
+    return [evolve(case, records=pair) for case, pairs in paired for pair in pairs]
 
 
 def together(cases: Sequence[KernelCase | LayerOpCase]) -> list[list[KernelCase | LayerOpCase]]:
     """Cases that are timed in turn: those that differ in their records alone."""
-    groups: list[list[KernelCase | LayerOpCase]] = []
-    for case in cases:
-        last = groups[-1][0] if groups else None
-        if (
-            isinstance(case, KernelCase)
-            and isinstance(last, KernelCase)
-            and evolve(case, records="") == evolve(last, records="")
-        ):
-            groups[-1].append(case)
-        else:
-            groups.append([case])
-    return groups
 
+    def without_records(case: KernelCase | LayerOpCase) -> object:
+        return evolve(case, records="") if isinstance(case, KernelCase) else case
 
-def _cases(kernel: str, presets: Sequence[Preset], size: CaseSizes) -> Iterator[KernelCase]:
-    for case in _of_kernel(kernel, presets, size):
-        paired = case.preset.v41 and kernel in PAIRED
-        yield from (evolve(case, records=pair) for pair in PAIRS) if paired else (case,)
+    return [list(group) for _, group in groupby(cases, without_records)]
 
 
 def _of_kernel(kernel: str, presets: Sequence[Preset], size: CaseSizes) -> Iterator[KernelCase]:

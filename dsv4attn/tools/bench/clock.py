@@ -8,6 +8,7 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import frozen
 
@@ -36,10 +37,7 @@ class Spread:
     @classmethod
     def of(cls, seconds: Sequence[float], *, exposed: bool = False) -> Spread:
         """Summarise rounds."""
-        values = torch.tensor(sorted(seconds), dtype=torch.float64, device="cpu")
-        low, middle, high = torch.quantile(
-            values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device="cpu")
-        ).tolist()
+        low, middle, high = np.quantile(seconds, [0.1, 0.5, 0.9]).tolist()
         return cls(middle, low, high, exposed)
 
 
@@ -63,7 +61,7 @@ class Clock:
             self._junk = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
             self._flush_s = min(self._span(self._junk.zero_, 0)[0] for _ in range(5))
 
-    def times(self, calls: Sequence[Callable[[], None]], rounds: int) -> list[Spread]:
+    def times(self, calls: Sequence[Callable[[], object]], rounds: int) -> list[Spread]:
         """Time each call once a round, one after the other."""
         return self._in_turn([partial(self._span, call) for call in calls], [*map(self._warmed, calls)], rounds)
 
@@ -96,7 +94,7 @@ class Clock:
         if self._module is not None:
             self._module.synchronize(self.device)
 
-    def _warmed(self, call: Callable[[], None]) -> int:
+    def _warmed(self, call: Callable[[], object]) -> int:
         """Run a call until it is warm. Returns the number of flushes that hide its time on the host."""
         host = 0.0
         for _ in range(_WARM_UP):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import exp, hypot, log
+from math import hypot
+from statistics import geometric_mean
 from typing import Any
 
 from attrs import asdict, frozen
@@ -91,8 +92,8 @@ class Comparison:
     def speed(self) -> float | None:
         """Geometric mean of old time by new time, without the host's; above 1 is faster."""
         on_device = [change for change in self.changes if not change.case.startswith(HOST)]
-        logs = [log(change.old / change.new) for change in on_device if change.new]
-        return exp(sum(logs) / len(logs)) if logs else None
+        speeds = [change.old / change.new for change in on_device if change.new]
+        return geometric_mean(speeds) if speeds else None
 
     @property
     def ok(self) -> bool:

@@ -7,6 +7,7 @@ tokens of an entry, S tokens of a request whose states count in the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from attrs import frozen
@@ -55,11 +56,6 @@ class _Parts:
         return cls(layer, layer.head_dim, LAYOUT)
 
     @property
-    def ratio(self) -> int:
-        """Tokens of an entry."""
-        return self.layer.compress_ratio
-
-    @property
     def width(self) -> int:
         """Channels of a token's kv."""
         return 2 * self.dim if self.layer.overlap else self.dim
@@ -67,7 +63,7 @@ class _Parts:
     @property
     def span(self) -> int:
         """Tokens whose states an entry is made of."""
-        return 2 * self.ratio if self.layer.overlap else self.ratio
+        return self.layer.compress_ratio * (2 if self.layer.overlap else 1)
 
 
 @frozen(eq=False)
@@ -106,7 +102,7 @@ def compressor_task(case: LayerOpCase, device: torch.device) -> Task:
 
 def _save(case: LayerOpCase, parts: _Parts, states: _States, random: RandomNumbers) -> Task:
     cache, new = states.cache, slice(-case.tokens, None)
-    ape = random.normal(parts.ratio, parts.width)
+    ape = random.normal(parts.layer.compress_ratio, parts.width)
     product = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
     slots = states.slots[:, new].flatten().contiguous()
     # halves of one product, as a layer makes them
@@ -114,23 +110,20 @@ def _save(case: LayerOpCase, parts: _Parts, states: _States, random: RandomNumbe
     row = cache.region("row")
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
-        save = backend.layer_ops.save_partial_states
-
-        def run() -> None:
-            save(kv, score, ape, states.positions, cache, slots)
+        save = partial(backend.layer_ops.save_partial_states, kv, score, ape, states.positions, cache, slots)
 
         def results() -> Sequence[Tensor]:
             return [row[slots // cache.block_size, slots % cache.block_size]]
 
-        return Contender(name, run, lambda: row.fill_(torch.nan), results)
+        return Contender(name, save, lambda: row.fill_(torch.nan), results)
 
-    biases = min(case.count, parts.ratio) * parts.width
+    biases = min(case.count, ape.shape[0]) * parts.width
     moved = 4 * (2 * product.numel() + biases) + 16 * case.count
     return Task(case, 0, moved, contender, limit=1e-6)
 
 
 def _store(case: LayerOpCase, parts: _Parts, states: _States, random: RandomNumbers) -> Task:
-    device, ratio = states.kv.device, parts.ratio
+    device, ratio = states.kv.device, parts.layer.compress_ratio
     weight = 1 + 0.1 * random.normal(parts.dim)
     table = cos_sin_cache(parts.layer.rope, int(states.positions.max()) + 1, device)
     row = states.cache.region("row")
@@ -148,12 +141,8 @@ def _store(case: LayerOpCase, parts: _Parts, states: _States, random: RandomNumb
     pages, norm = StatePages(states.cache, states.table), EntryNorm(weight, parts.layer.eps, table)
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
-        store = backend.layer_ops.compress_norm_rope_store
-
-        def run() -> None:
-            overlap = parts.layer.overlap
-            store(pages, states.request, states.positions, mapping, norm, ratio, cache, overlap=overlap)
-
+        store, step = backend.layer_ops.compress_norm_rope_store, (states.request, states.positions, mapping)
+        run = partial(store, pages, *step, norm, ratio, cache, overlap=parts.layer.overlap)
         # 0xFF is NaN as a code, as a bf16, as a scale byte and as an fp32 scale
         return Contender(name, run, lambda: cache.tensor.fill_(0xFF), lambda: [fetch(cache, slots)])
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from attrs import field, frozen
@@ -14,8 +15,8 @@ from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.attention_call import prepare_attention
-from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, KernelCase
-from dsv4attn.tools.bench.forward_step import make_forward_step
+from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, PAIRS, KernelCase
+from dsv4attn.tools.bench.forward_step import make_forward_step, products
 from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, RandomNumbers, fill, make_inputs, query, read_records
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
 
@@ -53,6 +54,7 @@ class Task:
     inputs: inputs that peers get: `Inputs` of attention kernels, others of layer ops, or None.
     limit: largest error of a right result; None: by the backend's products, see `accuracy.limit`.
     fp8: whether operands of its products are fp8.
+    beside: what makes a contender that is neither a backend nor a library of its own, by its name.
     expected: results of the reference backend, in fp32 where the call may write that.
     """
 
@@ -63,6 +65,7 @@ class Task:
     inputs: object = field(default=None, repr=False)
     limit: float | None = None
     fp8: bool = False
+    beside: Mapping[str, Callable[[], Contender]] = field(factory=dict, repr=False)
     expected: Sequence[Tensor] = field(repr=False, kw_only=True)
 
     __repr__ = fields_repr
@@ -124,7 +127,11 @@ def _attention(case: KernelCase, device: torch.device) -> Task:
         out = torch.empty_like(inputs.q, dtype=dtype)
         return writing(name, prepare_attention(backend, inputs, out), out)
 
-    return Task(case, inputs.flops, inputs.bytes, contender, inputs)
+    beside = {}
+    if case.kernel == "step" and case.records in ("", PAIRS[0]):
+        # matrix products alone, which compute nothing that could be right
+        beside["products"] = partial(Contender, "products", products(inputs), lambda: None, list)
+    return Task(case, inputs.flops, inputs.bytes, contender, inputs, beside=beside)
 
 
 def _insert(case: KernelCase, device: torch.device) -> Task:
@@ -139,13 +146,9 @@ def _insert(case: KernelCase, device: torch.device) -> Task:
     raw_q = 3 * query(case, random) if with_q else kv
 
     def contender(name: str, backend: Backend, dtype: torch.dtype) -> Contender:
-        q = raw_q.to(dtype, copy=True)
-
-        def run() -> None:
-            if with_q:
-                backend.qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, layer.q_eps)
-            else:
-                backend.quantize_and_insert_k_cache(kv, cache, slots)
+        q, run = raw_q.to(dtype, copy=True), partial(backend.quantize_and_insert_k_cache, kv, cache, slots)
+        if with_q:
+            run = partial(backend.qnorm_rope_kv_insert, q, kv, cache, slots, positions, table, layer.q_eps)
 
         def reset() -> None:
             # 0xFF is NaN as a code, as a bf16 and as a scale

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import isfinite, isnan
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from attrs import asdict, frozen
@@ -20,14 +19,13 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
-from dsv4attn.core.reprs import fields_repr
-from dsv4attn.tools.bench.accuracy import Error, error
+from dsv4attn.tools.bench.accuracy import Error, error, largest
 from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.context_cases import ContextCase
 from dsv4attn.tools.bench.context_step import ContextStep, one_rank, over_ranks
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.result import Machine
-from dsv4attn.tools.bench.runner import time_what_is_right
+from dsv4attn.tools.bench.saved import finite
 
 BUDGET = {Products.BF16: 5e-3, Products.FP8: 5e-2}
 """Largest distance from one rank's output, as a share of its norm: parts are rounded to bf16 before they are merged."""
@@ -85,13 +83,10 @@ class ContextResult:
         return sum(self.rank_bytes.values()) / sum(self.one_bytes.values())
 
     def as_json(self) -> dict[str, object]:
-        """Plain values."""
-        names = "error", "worst_row", "selected", "wrong", "one_bytes", "rank_bytes", "share", "formula", "sent"
+        """Plain values. Numbers that are not finite are null."""
         case = {"case": self.case.name, "requests": self.case.requests, "context": self.case.context}
         times = [{**asdict(time), "speed": time.speed} for time in self.times]
-        values = {name: getattr(self, name) for name in names}
-        finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
-        return {**case, **finite, "times": times}
+        return finite({**asdict(self), **case, "share": self.share, "times": times})
 
 
 CONTEXT_SCHEMA = "dsv4attn-bench-context/1"
@@ -134,10 +129,8 @@ class ContextRun:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        names = "date", "command", "backend", "process_group", "ranks", "interleave", "rounds", "graph"
-        facts = {name: getattr(self, name) for name in names} | {"reference_ops": list(self.reference_ops)}
-        results = [result.as_json() for result in self.results]
-        return {"ok": self.ok, "schema": CONTEXT_SCHEMA, "machine": asdict(self.machine), **facts, "results": results}
+        facts = {"ok": self.ok, "schema": CONTEXT_SCHEMA, **asdict(self)}
+        return {**facts, "results": [result.as_json() for result in self.results]}
 
 
 def measure(
@@ -163,7 +156,7 @@ def measure(
         with context.together(f"one rank of {case.name}"):
             single.spoil()
             single.run()
-            expected = _Results.of(single)
+            expected = _written(single)
             many = over_ranks(inputs, single, context)
         sizes, parts = (single.bytes, many.bytes), [*single.calls]
         # whole caches stay on rank 0 alone
@@ -171,7 +164,7 @@ def measure(
         del inputs, single
         calls, sent_by_step = [*many.calls.values()], dict[str, float]()
 
-        def check(_: ContextStep) -> _Comparison:
+        def check() -> tuple[Error, Sequence[str]]:
             for step, runs in ((whole, alone), (many, calls)):
                 if step is not None:
                     sent_before = sent.copy()
@@ -181,72 +174,51 @@ def measure(
                 sent_by_step.setdefault(name, (sent[name] - sent_before[name]) / case.requests)
             return _compared(context, many, expected, whole)
 
-        def time(_: Sequence[ContextStep]) -> Sequence[tuple[PartTime, ...]]:
+        checks, times = [check()], tuple[PartTime, ...]()
+        if not checks[0][1]:
             if graph:
                 with context.together(f"graphs of one rank of {case.name}"):
                     alone[:] = [captured(call, clock.device) for call in alone]
                 calls[:] = [captured(call, clock.device) for call in calls]
             spreads = clock.times_over_ranks(alone, calls, rounds)
-            return [tuple(PartTime(*part) for part in zip(parts, *spreads, strict=True))]
-
-        ((first_check, times, second_check),) = time_what_is_right(
-            [many], check, lambda verdict: not verdict.wrong, time
-        )
-    checks = [first_check] if second_check is None else [first_check, second_check]
+            times = tuple(PartTime(*part) for part in zip(parts, *spreads, strict=True))
+            # later calls may give other results
+            checks.append(check())
     heads, dim = many.step.q.shape[1:]
     formula = {"attention": attention_bytes(heads, dim, many.step.q.element_size())}
     formula |= {"candidates": candidate_bytes(case.preset.topk)} if case.selects else {}
     sent_by_rank = context.gather_objects(sent_by_step, "what was sent")
-    wrong = tuple(line for comparison in checks for line in comparison.wrong)
+    wrong = tuple(line for _, lines in checks for line in lines)
     return ContextResult(
         case,
-        _largest([comparison.error for comparison in checks]),
-        _largest([comparison.worst_row for comparison in checks]),
-        expected.selected,
+        largest([away.total for away, _ in checks]),
+        largest([away.worst for away, _ in checks]),
+        0 if expected[1] is None else int((expected[1] >= 0).sum()),
         wrong,
-        () if wrong or times is None else times,
+        () if wrong else times,
         *sizes,
         formula,
         {name: max(rank[name] for rank in sent_by_rank) for name in formula},
     )
 
 
-@frozen(eq=False)
-class _Results:
-    """What a step has written. out: [T, H, D]. topk_indices: [T, K] int32, or None."""
-
-    out: Tensor
-    topk_indices: Tensor | None
-
-    __repr__ = fields_repr
-
-    @classmethod
-    def of(cls, side: ContextStep) -> _Results:
-        """A copy."""
-        chosen = side.step.topk_indices
-        return cls(side.step.out.clone(), None if chosen is None else chosen.clone())
-
-    @property
-    def selected(self) -> int:
-        """Entries that all tokens selected."""
-        return 0 if self.topk_indices is None else int((self.topk_indices >= 0).sum())
+_Written: TypeAlias = "tuple[Tensor, Tensor | None]"
+"""Out [T, H, D] of a step, and topk_indices [T, K] int32 on layers that select."""
 
 
-@frozen
-class _Comparison:
-    """Results over ranks, compared with one rank's, of all ranks. error, worst_row, wrong: as in `ContextResult`."""
-
-    error: float
-    worst_row: float
-    wrong: tuple[str, ...]
+def _written(side: ContextStep) -> _Written:
+    """Copies of what a step has written."""
+    chosen = side.step.topk_indices
+    return side.step.out.clone(), None if chosen is None else chosen.clone()
 
 
 def _compared(
-    context: ContextParallel, many: ContextStep, expected: _Results, whole: ContextStep | None = None
-) -> _Comparison:
+    context: ContextParallel, many: ContextStep, expected: _Written, whole: ContextStep | None = None
+) -> tuple[Error, Sequence[str]]:
     """Compare the results of each rank with one rank's, and with each other. The same on all ranks.
 
-    whole: one rank's step, which has run again; None on ranks without it.
+    Returns the largest distance of all ranks, and what is wrong. whole: one rank's step, which has run again; None on
+    ranks without it.
     """
     ownership, limit = context.ownership, BUDGET[many.step.backend.capabilities.products]
     away, lines = _differences(many, expected, ownership, limit)
@@ -258,19 +230,20 @@ def _compared(
     wrong = [f"rank {rank} of {ownership.size}: {line}" for rank, its in enumerate(said) for line in its]
     if len({*digests}) > 1:
         wrong.append("attention does not have the same bits on all ranks")
-    return _Comparison(_largest(totals), _largest(worsts), tuple(wrong))
+    return Error(largest(totals), largest(worsts)), wrong
 
 
-def _differences(side: ContextStep, expected: _Results, ownership: Ownership, limit: float) -> tuple[Error, list[str]]:
+def _differences(side: ContextStep, expected: _Written, ownership: Ownership, limit: float) -> tuple[Error, list[str]]:
     """Distance of the attention from what is expected, and a line for each result that is wrong.
 
     ownership: whose numbers `topk_indices` has.
     """
-    lines, away, chosen = [], error([(side.step.out, expected.out)]), side.step.topk_indices
+    expected_out, expected_indices = expected
+    lines, away, chosen = [], error([(side.step.out, expected_out)]), side.step.topk_indices
     if not away.within(limit):
         lines.append(f"attention is {away.total:.1e} of the norm from one rank's, worst row {away.worst:.1e}")
-    if chosen is not None and expected.topk_indices is not None:
-        expected_numbers = _ascending(ownership.local_numbers(expected.topk_indices))
+    if chosen is not None and expected_indices is not None:
+        expected_numbers = _ascending(ownership.local_numbers(expected_indices))
         rows = int((chosen != expected_numbers).any(-1).sum())
         if rows:
             lines.append(
@@ -294,8 +267,3 @@ def _digest(*tensors: Tensor) -> str:
         rows = bits.sum(tuple(range(1, bits.dim())), dtype=torch.int64)
         sums.append((int(rows.sum()), int((rows * torch.arange(len(rows), device=rows.device)).sum())))
     return repr(sums)
-
-
-def _largest(values: Sequence[float]) -> float:
-    """The largest of some numbers, or NaN if one is."""
-    return next((v for v in values if isnan(v)), max(values))

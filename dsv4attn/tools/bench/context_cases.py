@@ -27,20 +27,6 @@ _RESERVE, _HOST_RESERVE = 2**31, 2**29
 
 
 @frozen
-class ContextSize:
-    """Default sizes on a kind of device. requests: of a step. contexts: tokens of each. rounds: of each median."""
-
-    requests: int
-    contexts: tuple[int, ...]
-    rounds: int
-
-
-def context_size(device: str) -> ContextSize:
-    """Default sizes on a kind of torch device."""
-    return ContextSize(2, (8192,), 5) if device == "cpu" else ContextSize(8, (8192, 1048576), 20)
-
-
-@frozen
 class ContextCase:
     """A decode of one token of each request.
 

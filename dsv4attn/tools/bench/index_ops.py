@@ -119,13 +119,9 @@ def select_task(case: LayerOpCase, device: torch.device) -> Task:
 
     def contender(name: str, backend: Backend, _: torch.dtype) -> Contender:
         out = torch.empty(case.count, case.topk, dtype=torch.int32, device=device)
-        select = backend.layer_ops.select_topk
         token_map = TokenMap(inputs.table, request, inputs.lens.flatten())
-
-        def run() -> None:
-            select(query, cache, token_map, out, case.keys)
-
-        return Contender(name, run, lambda: out.fill_(-1), lambda: selection_bounds(inputs, out))
+        select = partial(backend.layer_ops.select_topk, query, cache, token_map, out, case.keys)
+        return Contender(name, select, lambda: out.fill_(-1), lambda: selection_bounds(inputs, out))
 
     moved = inputs.bytes + 4 * case.topk * case.count
     expected = [inputs.logits.topk(case.topk).values[:, -1:].expand(-1, 2)]

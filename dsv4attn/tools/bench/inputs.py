@@ -147,7 +147,7 @@ def make_inputs(case: KernelCase, device: torch.device) -> Inputs:
     numbers = start[:, None] + torch.arange(WINDOW, device=device)
     lens = (position + 1).clamp_max(WINDOW)
     swa, compressed = layouts(case)
-    segments = [_segment(swa, WINDOW_PAGE, first, seqs, seqs - first, numbers, lens, request, random)]
+    segments = [_segment(swa, WINDOW_PAGE, first, seqs, numbers, lens, request, random)]
     if preset.kind is not LayerKind.SWA:
         entries, visible = seqs // preset.ratio, (position + 1) // preset.ratio
         if preset.kind is LayerKind.CSA:
@@ -156,7 +156,7 @@ def make_inputs(case: KernelCase, device: torch.device) -> Inputs:
             numbers = torch.arange(preset.columns, device=device).expand(case.tokens, -1)
         lens = visible.clamp_max(preset.topk)
         nothing = torch.zeros_like(entries)
-        segments.append(_segment(compressed, preset.page, nothing, entries, entries, numbers, lens, request, random))
+        segments.append(_segment(compressed, preset.page, nothing, entries, numbers, lens, request, random))
     rows, offset, combined = None, 0, None
     if case.kernel in ("prefill", "prefill-rows"):
         rows, offset, combined = _gathered(segments, request)
@@ -173,7 +173,6 @@ def _segment(
     page: int,
     first: Tensor,
     ends: Tensor,
-    gathered: Tensor,
     numbers: Tensor,
     lens: Tensor,
     request: Tensor,
@@ -192,7 +191,7 @@ def _segment(
     pages = table[request[:, None], (numbers // page).clamp(0, table.shape[1] - 1)]
     slots = (pages * page + numbers % page).masked_fill_(absent, -1).int()
     local = (numbers - first[request][:, None]).masked_fill(absent, -1)
-    return CacheSegment(cache, DenseIndices(slots, lens.int()), local, table, ends.int(), gathered.int())
+    return CacheSegment(cache, DenseIndices(slots, lens.int()), local, table, ends.int(), (ends - first).int())
 
 
 def _chosen(visible: Tensor, most: int, topk: int, random: RandomNumbers) -> Tensor:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract.backend import Backend, Products
-from dsv4attn.tools.bench.attention_peers import missing
-from dsv4attn.tools.bench.contenders import Contender, Task, returning
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.tools.bench.attention_peers import Peer, missing
+from dsv4attn.tools.bench.contenders import Contender, Task, returning, writing
 from dsv4attn.tools.bench.hyper_connections import StreamInputs
 from dsv4attn.tools.bench.index_ops import PAGE, IndexInputs, selection_bounds
 
@@ -26,7 +28,11 @@ _CLUSTER_ROWS = 64
 """Most rows for which vLLM takes cooperative_topk."""
 
 
-class DeepGEMM:
+_Chooser: TypeAlias = "tuple[str, Callable[[Tensor], Tensor]]"
+"""The name of a top-k, and its call: logits [T, E] to entries [T, K]."""
+
+
+class DeepGEMM(Peer):
     """DeepSeek's kernels, from their own package or, without it, from vLLM's wheel, which ships them.
 
     They are compiled when they are first called (CUDA_HOME must name a CUDA toolkit). A selection is its logits and
@@ -35,7 +41,6 @@ class DeepGEMM:
 
     name = "deep_gemm"
     kernels: tuple[str, ...] = ("index", "select", "mhc")
-    products = Products.BF16
     _modules = ("deep_gemm", "vllm.third_party.deep_gemm")
     _functions = (
         "fp8_fp4_paged_mqa_logits",
@@ -46,10 +51,10 @@ class DeepGEMM:
 
     def available(self) -> str | None:
         """Why it cannot be used here, or None."""
-        return self._found()[1]
+        return super().available() or self._found()[1]
 
-    def contender(self, task: Task, _: Sequence[Backend]) -> Contender | None:
-        """See `peers.Peer`. It needs no rows."""
+    def contender(self, task: Task, gatherers: Sequence[Backend]) -> Contender | None:
+        """See `Peer`. It needs no rows."""
         of_task = task.inputs
         if isinstance(of_task, StreamInputs):
             return self._product(of_task) if of_task.case.step == "pre" else None
@@ -68,8 +73,8 @@ class DeepGEMM:
             self.name, lambda: [choose(logits())], lambda results: selection_bounds(of_task, results[0]), note
         )
 
-    def _chooser(self, of_task: IndexInputs) -> tuple[str, Callable[[Tensor], Tensor]] | None:
-        """The name of the top-k of a case, and its call: logits [T, E] to entries [T, K]. None if it is another peer's.
+    def _chooser(self, of_task: IndexInputs) -> _Chooser | None:
+        """The top-k of a case, or None if it is another peer's.
 
         What an engine makes once for all layers of a step is made before the call.
         """
@@ -94,15 +99,8 @@ class DeepGEMM:
         module = self._module()
         keys, q, cache = of_task.case.keys, of_task.q, of_task.cache
         if cache is None or _is_prompt(of_task):
-            first = torch.zeros_like(of_task.lens[0])
-            gathered = (
-                (q[0], None),
-                (of_task.codes[0], of_task.scales[0]),
-                of_task.weights,
-                first,
-                of_task.lens[0],
-                keys,
-            )
+            codes, ends = (of_task.codes[0], of_task.scales[0]), of_task.lens[0]
+            gathered = (q[0], None), codes, of_task.weights, torch.zeros_like(ends), ends, keys
             return lambda: module.fp8_fp4_mqa_logits(*gathered)[:, :keys]
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
         plan = module.get_paged_mqa_logits_metadata(of_task.lens, PAGE, processors)
@@ -120,33 +118,24 @@ class DeepGEMM:
         squares = fn.new_empty(*lead, x.shape[0])
         wide = x.float()
         expected = [wide @ fn.T, wide.square().sum(-1, keepdim=True)]
-
-        def run() -> None:
-            module.tf32_hc_prenorm_gemm(x, fn, out, squares, splits)
-
-        def reset() -> None:
-            out.fill_(torch.nan)
-            squares.fill_(torch.nan)
+        product = partial(module.tf32_hc_prenorm_gemm, x, fn, out, squares, splits)
 
         def results() -> list[Tensor]:
             sums = [out, squares[..., None]]
             return sums if splits is None else [part.sum(0) for part in sums]
 
         note = "mhc: the product with fn and the sums of squares at the beginning of mhc_pre, and nothing else"
-        return Contender(f"{self.name} product", run, reset, results, note, expected)
+        written = writing(f"{self.name} product", product, out, squares)
+        return evolve(written, results=results, note=note, expected=expected)
 
 
 class FlashInferTopk(DeepGEMM):
     """FlashInfer's radix top-k of DeepGEMM's logits, by the function that engines call."""
 
-    name = "flashinfer_topk"
-    kernels: tuple[str, ...] = ("select",)
+    name, kernels = "flashinfer_topk", ("select",)
+    needs = (("flashinfer", "top_k_ragged_transform"),)
 
-    def available(self) -> str | None:
-        """Why it cannot be used here, or None."""
-        return missing("flashinfer", "top_k_ragged_transform") or super().available()
-
-    def _chooser(self, of_task: IndexInputs) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+    def _chooser(self, of_task: IndexInputs) -> _Chooser | None:
         module: Any = importlib.import_module("flashinfer")
         lens, topk = of_task.lens.flatten(), of_task.case.topk
         offsets = torch.zeros_like(lens)
@@ -157,16 +146,11 @@ class FlashInferTopk(DeepGEMM):
 class SglangTopk(DeepGEMM):
     """SGLang's top-k v2 of DeepGEMM's logits, which SGLang compiles when it is first called."""
 
-    name = "sglang_topk"
-    kernels: tuple[str, ...] = ("select",)
+    name, kernels = "sglang_topk", ("select",)
     _module_of_topk = "sglang.kernels.ops.attention.dsv4"
+    needs = ((_module_of_topk, "plan_topk_v2", "topk_transform_paged_v2", "topk_transform_ragged_v2"),)
 
-    def available(self) -> str | None:
-        """Why it cannot be used here, or None."""
-        names = "plan_topk_v2", "topk_transform_paged_v2", "topk_transform_ragged_v2"
-        return missing(self._module_of_topk, *names) or super().available()
-
-    def _chooser(self, of_task: IndexInputs) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+    def _chooser(self, of_task: IndexInputs) -> _Chooser | None:
         module: Any = importlib.import_module(self._module_of_topk)
         lens, case = of_task.lens.flatten(), of_task.case
         out, none = lens.new_empty(case.count, case.topk), torch.zeros_like(lens)
@@ -186,8 +170,7 @@ class SglangTopk(DeepGEMM):
 class VllmTopk(DeepGEMM):
     """The top-k per row of vLLM's wheel, of DeepGEMM's logits."""
 
-    name = "vllm_topk"
-    kernels: tuple[str, ...] = ("select",)
+    name, kernels = "vllm_topk", ("select",)
     _libraries = ("vllm._C_stable_libtorch", "vllm._C")
     """Modules of the wheel that register its ops, of newer and of older versions."""
     _ops: tuple[str, ...] = ("top_k_per_row_prefill", "top_k_per_row_decode")
@@ -200,7 +183,7 @@ class VllmTopk(DeepGEMM):
         lacks = [name for name in self._ops if not hasattr(torch.ops._C, name)]  # noqa: SLF001 - vLLM's namespace
         return f"vllm's wheel has no op {', '.join(lacks)}" if lacks else super().available()
 
-    def _chooser(self, of_task: IndexInputs) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+    def _chooser(self, of_task: IndexInputs) -> _Chooser | None:
         case, lens = of_task.case, of_task.lens
         out = lens.new_empty(case.count, case.topk)
         is_prompt = _is_prompt(of_task)
@@ -225,7 +208,7 @@ class VllmAutoTopk(VllmTopk):
     name = "vllm_auto_topk"
     _ops = ("cooperative_topk", "persistent_topk")
 
-    def _chooser(self, of_task: IndexInputs) -> tuple[str, Callable[[Tensor], Tensor]] | None:
+    def _chooser(self, of_task: IndexInputs) -> _Chooser | None:
         case, lens = of_task.case, of_task.lens
         if _is_prompt(of_task):  # vLLM takes that of `VllmTopk`
             return None

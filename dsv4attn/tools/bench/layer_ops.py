@@ -51,6 +51,7 @@ class LayerOpCase:
 
     series: ClassVar[str] = ""
     x: ClassVar[int] = 0
+    records: ClassVar[str] = ""
 
     kernel: str
     step: str

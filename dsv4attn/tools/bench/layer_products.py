@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from attrs import frozen
-from torch import Tensor
 from torch.nn import functional
 
 from dsv4attn.core.contract.backend import Backend
-from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.torch_ops.tiles import Linear
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.selection import load_backend, registered
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import RandomNumbers
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
-
-
-@frozen(eq=False)
-class ProductInputs:
-    """Factors of a case.
-
-    case: the case.
-    x: [T, K] bf16.
-    weight: [N, K] bf16.
-    """
-
-    case: LayerOpCase
-    x: Tensor
-    weight: Tensor
-
-    __repr__ = fields_repr
 
 
 def products_task(case: LayerOpCase, device: torch.device) -> Task:
@@ -44,12 +27,9 @@ def products_task(case: LayerOpCase, device: torch.device) -> Task:
         return returning(name, lambda: [multiply(left, right)])
 
     moved = 2 * (x.numel() + weight.numel() + tokens * columns)
-    return Task(case, 2 * tokens * columns * depth, moved, contender, ProductInputs(case, x, weight))
-
-
-def torch_product(inputs: ProductInputs) -> Contender:
-    """The product of torch's library, whose bits may depend on the number of rows."""
-    return returning("torch", lambda: [functional.linear(inputs.x, inputs.weight)])
+    # the product of torch's library, whose bits may depend on the number of rows
+    torchs = partial(returning, "torch", lambda: [functional.linear(x, weight)])
+    return Task(case, 2 * tokens * columns * depth, moved, contender, beside={"torch": torchs})
 
 
 def _deterministic(name: str, backend: Backend) -> Linear:

@@ -39,7 +39,8 @@ class RankClock(Clock):
         # a rank that is not the first waits while the first runs its calls
         calls_alone = [*alone] if self._context.ownership.rank == 0 else [None] * count
         calls = [*((call, False) for call in calls_alone), *((call, True) for call in together)]
-        flushes = [self._agreed(0 if call is None else self._warmed(call)) for call, _ in calls]
+        own_flushes = (0 if call is None else self._warmed(call) for call, _ in calls)
+        flushes = [max(self._context.gather_objects(count, "the number of flushes")) for count in own_flushes]
         spreads = self._in_turn([partial(self._round, call, meets=meets) for call, meets in calls], flushes, rounds)
         of_ranks = zip(*self._context.gather_objects(spreads, "times"), strict=True)
         slowest = [max(of_call, key=lambda spread: spread.median) for of_call in of_ranks]
@@ -54,10 +55,6 @@ class RankClock(Clock):
             took, hidden = self._span(call, flushes)
         # the next call begins on no rank before this one has ended on all
         return took, all(self._context.gather_objects(hidden, "a round's end"))
-
-    def _agreed(self, flushes: int) -> int:
-        """The most flushes that any rank needs."""
-        return max(self._context.gather_objects(flushes, "the number of flushes"))
 
 
 def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:

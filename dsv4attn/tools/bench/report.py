@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dsv4attn.core.reprs import counted
 from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.compare import Comparison
 from dsv4attn.tools.bench.context import ContextResult, ContextRun
@@ -225,10 +226,10 @@ def _count(launches: float) -> str:
 def context_text(run: ContextRun) -> Group:
     """Head, times of each case, bytes, and what disagrees."""
     rounds = "1 round" if run.rounds == 1 else f"medians of {run.rounds} rounds"
-    how = "replays of captured graphs" if run.graph else "eager calls"
+    ranks, how = counted(run.ranks, "rank"), "replays of captured graphs" if run.graph else "eager calls"
     parts: list[RenderableType] = [
         Text(f"{run.machine}, {run.date} UTC", style="bold"),
-        Text(f"{_ranks(run)}, interleave {run.interleave}, {run.process_group}; {run.backend}, {how}, {rounds}"),
+        Text(f"{ranks}, interleave {run.interleave}, {run.process_group}; {run.backend}, {how}, {rounds}"),
         *(_times(run, result) for result in run.results if result.times),
         _bytes(run),
         _sent(run),
@@ -239,7 +240,7 @@ def context_text(run: ContextRun) -> Group:
 
 def _times(run: ContextRun, result: ContextResult) -> Table:
     """A line for each part."""
-    headings = "decode", "one rank us", "spread", f"{_ranks(run)} us", "spread", "x one rank"
+    headings = "decode", "one rank us", "spread", f"{counted(run.ranks, 'rank')} us", "spread", "x one rank"
     lines = [
         [time.part, *_time_cells(time.one), *_time_cells(time.ranks), f"{time.speed:.2f}"] for time in result.times
     ]
@@ -281,10 +282,6 @@ def _context_lines(run: ContextRun) -> Iterator[Text]:
 
 def _name(result: ContextResult) -> str:
     return f"{result.case.preset.name} {result.case.label}"
-
-
-def _ranks(run: ContextRun) -> str:
-    return f"{run.ranks} rank{'s' * (run.ranks != 1)}"
 
 
 def _time_cells(spread: Spread) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from attrs import asdict, evolve, field, frozen
 
 from dsv4attn import __version__
 from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.core.reprs import counted
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.runner import FAILED, WRONG, BenchRow, geomeans, pair_means
@@ -59,8 +60,7 @@ class Machine:
     @property
     def threads_text(self) -> str:
         """Threads of the CPU, and the number of cores if it was counted."""
-        of = f" of {self.cores} core{'s' * (self.cores != 1)}" if self.cores else ""
-        return f"{self.threads} thread{'s' * (self.threads != 1)}{of}"
+        return counted(self.threads, "thread") + (f" of {counted(self.cores, 'core')}" if self.cores else "")
 
 
 @frozen
@@ -123,28 +123,18 @@ class Run:
             {"kernel": kernel, "by": by, "peer": peer, "speed": ratio}
             for (kernel, by, peer), ratio in geomeans(self.rows).items()
         ]
+        beside_584 = [
+            {"kernel": kernel, "by": by, "records": records, "speed": ratio}
+            for (kernel, by, records), ratio in pair_means(self.rows).items()
+        ]
         return {
             "ok": self.ok,
             "schema": SCHEMA,
-            "machine": asdict(self.machine),
-            "date": self.date,
-            "command": self.command,
-            "rounds": self.rounds,
-            "roofline": asdict(self.roofline),
+            **asdict(self),
             "rows": [row.as_json() for row in self.rows],
             "geometric_means": means,
-            "beside_584": [
-                {"kernel": kernel, "by": by, "records": records, "speed": ratio}
-                for (kernel, by, records), ratio in pair_means(self.rows).items()
-            ],
-            "cliffs": [asdict(cliff) for cliff in self.cliffs],
-            "unavailable": dict(self.unavailable),
-            "versions": dict(self.versions),
-            "host": [dict(share) for share in self.host],
-            "layers": [dict(time) for time in self.layers],
-            "reference_ops": list(self.reference_ops),
+            "beside_584": beside_584,
             "complete": self.ran is None,
-            "asked": self.asked,
             "ran": self.asked if self.ran is None else self.ran,
         }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -35,20 +37,14 @@ class Roofline:
         source = torch.ones(size, dtype=torch.uint8, device=clock.device)
         target = torch.empty_like(source)
         left = torch.randn(side, side, device=clock.device, dtype=torch.float32).to(dtype)
-        right, product = torch.randn_like(left), torch.empty_like(left)
+        multiply = partial(torch.matmul, left, torch.randn_like(left), out=torch.empty_like(left))
 
-        def multiply() -> None:
-            torch.matmul(left, right, out=product)
-
-        def copy() -> None:
-            target.copy_(source)
-
-        def fastest(call: Callable[[], None]) -> float:
+        def fastest(call: Callable[[], object]) -> float:
             return clock.times([call], _ROUNDS)[0].p10
 
         multiply_fp8 = None if on_cpu else _fp8_product(side, clock.device)
         fp8 = None if multiply_fp8 is None else 2 * side**3 / fastest(multiply_fp8)
-        rates = 2 * size / fastest(copy), 2 * side**3 / fastest(multiply)
+        rates = 2 * size / fastest(partial(target.copy_, source)), 2 * side**3 / fastest(multiply)
         return cls(*rates, str(dtype).removeprefix("torch."), fp8)
 
     def best(self, other: Roofline) -> Roofline:
@@ -65,16 +61,14 @@ class Roofline:
         return max(flops / rate, moved / self.bytes_s)
 
 
-def _fp8_product(side: int, device: torch.device) -> Callable[[], None] | None:
+def _fp8_product(side: int, device: torch.device) -> Callable[[], object] | None:
     """A product of square e4m3 matrices in the device's dialect, or None where torch has no such product."""
     scale = torch.ones((), device=device, dtype=torch.float32)
     for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         left, right = (torch.randn(side, side, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
-
-        def multiply(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
-            torch._scaled_mm(left, right.T, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: SLF001 - no public name
-
+        options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         try:
+            multiply = partial(torch._scaled_mm, left, right.T, scale, scale, **options)  # noqa: SLF001 - no public name
             multiply()
         except (RuntimeError, AttributeError):
             continue

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import exp, isfinite, log
-from typing import TypeAlias, TypeVar
+from statistics import geometric_mean
+from typing import TypeAlias
 
 import torch
 from attrs import asdict, evolve, field, frozen
@@ -15,19 +16,20 @@ from dsv4attn.errors import Dsv4AttnError, UnsupportedError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
 from dsv4attn.tools.bench.accuracy import Error, error, limit
 from dsv4attn.tools.bench.attention_call import problem_of
+from dsv4attn.tools.bench.attention_peers import Peer
 from dsv4attn.tools.bench.cases import PAIRS, PRESETS, KernelCase
 from dsv4attn.tools.bench.clock import Clock, Spread
 from dsv4attn.tools.bench.compressor import compressor_task
 from dsv4attn.tools.bench.contenders import Contender, Task, make_task
-from dsv4attn.tools.bench.forward_step import make_forward_step, products
+from dsv4attn.tools.bench.forward_step import make_forward_step
 from dsv4attn.tools.bench.hyper_connections import mhc_task
 from dsv4attn.tools.bench.index_ops import index_task, select_task
-from dsv4attn.tools.bench.inputs import Inputs, make_inputs
+from dsv4attn.tools.bench.inputs import make_inputs
 from dsv4attn.tools.bench.layer_ops import LayerOpCase
-from dsv4attn.tools.bench.layer_products import ProductInputs, products_task, torch_product
+from dsv4attn.tools.bench.layer_products import products_task
 from dsv4attn.tools.bench.overhead import overhead
-from dsv4attn.tools.bench.peers import Peer
 from dsv4attn.tools.bench.roofline import Roofline
+from dsv4attn.tools.bench.saved import finite
 from dsv4attn.tools.bench.whole_layer import LayerCase, layer_time
 
 BEST = "the best peer"
@@ -112,11 +114,11 @@ class BenchRow:
 
     def as_json(self) -> dict[str, object]:
         """Plain values. Numbers that are not finite are null."""
-        derived = {"roofline": self.roofline, "tflops": self.tflops, "gbytes": self.gbytes, "vs_best": self.vs_best}
-        values = {**asdict(self), **derived, "best_peer": self.best_peer}
-        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        derived = "roofline", "tflops", "gbytes", "vs_best", "best_peer"
+        return finite({**asdict(self), **{name: getattr(self, name) for name in derived}})
 
 
+_Case: TypeAlias = "KernelCase | LayerOpCase"
 _Judged: TypeAlias = "tuple[Contender, float, bool]"
 """A contender, its largest error that is right, and whether it is a peer."""
 _LAYER_OPS = {
@@ -127,29 +129,6 @@ _LAYER_OPS = {
     "products": products_task,
 }
 _C4A = KernelCase("decode", PRESETS["flash_c4"], "", ((8191, 1),))
-
-
-_Entry = TypeVar("_Entry")
-_Verdict = TypeVar("_Verdict")
-_Times = TypeVar("_Times")
-
-
-def time_what_is_right(
-    entries: Sequence[_Entry],
-    check: Callable[[_Entry], _Verdict],
-    is_right: Callable[[_Verdict], bool],
-    time: Callable[[Sequence[_Entry]], Sequence[_Times]],
-) -> list[tuple[_Verdict, _Times | None, _Verdict | None]]:
-    """Check all entries, time those that are right, and check these again, because later calls may differ.
-
-    check: runs an entry over spoilt results and judges them. time: times of entries that run in turn. Returns for each
-    entry the first verdict, and its times and the second verdict if the first was right.
-    """
-    verdicts = [check(entry) for entry in entries]
-    right = [i for i, verdict in enumerate(verdicts) if is_right(verdict)]
-    times = dict(zip(right, time([entries[i] for i in right]), strict=True)) if right else {}
-    again = {i: check(entries[i]) for i in right}
-    return [(verdict, times.get(i), again.get(i)) for i, verdict in enumerate(verdicts)]
 
 
 class Runner:
@@ -166,7 +145,7 @@ class Runner:
         self.clock = Clock(device)
         self.roofline = Roofline.measure(self.clock)
 
-    def run(self, *cases: KernelCase | LayerOpCase) -> list[BenchRow]:
+    def run(self, *cases: _Case) -> list[BenchRow]:
         """Rows of one case, backends first; or of several, whose calls run in turn, one case after the other."""
         with torch.inference_mode():
             try:
@@ -176,26 +155,26 @@ class Runner:
                 return [self._row(case, name, REFUSED, reason=why) for case in cases for name in self.backends]
             refused, entries = [], []
             for task in tasks:
-                rows, contenders = self._contenders(task)
-                refused.append(rows)
+                unable, contenders = self._contenders(task)
+                refused.append(unable)
                 entries += [(task, *contender) for contender in contenders]
-            outcomes = time_what_is_right(
-                entries,
-                lambda entry: self._checked(*entry),
-                lambda row: row.state == MEASURED,
-                lambda right: self._spreads([contender.run for _, contender, _, _ in right]),
-            )
+            rows = [self._checked(*entry) for entry in entries]
+            right = [i for i, row in enumerate(rows) if row.state == MEASURED]
+            spreads = self._spreads([entries[i][1].run for i in right])
+            # later calls may give other results, so these are checked again
+            again = [self._checked(*entries[i]) for i in right]
+        for i, spread, checked in zip(right, spreads, again, strict=True):
+            rows[i] = self._timed(entries[i][0], rows[i], spread, checked)
         rows_of = {id(task): list[BenchRow]() for task in tasks}
-        for (task, *_), (row, spread, again) in zip(entries, outcomes, strict=True):
-            timed = row if spread is None or again is None else self._timed(task, row, spread, again)
-            rows_of[id(task)].append(timed)
+        for (task, *_), row in zip(entries, rows, strict=True):
+            rows_of[id(task)].append(row)
         rows_by_case = [_compared([*rows_of[id(task)], *rest]) for task, rest in zip(tasks, refused, strict=True)]
         return _relative_to_584([row for rows in rows_by_case for row in rows])
 
-    def _task(self, case: KernelCase | LayerOpCase) -> Task:
-        return (
-            make_task(case, self.device) if isinstance(case, KernelCase) else _LAYER_OPS[case.kernel](case, self.device)
-        )
+    def _task(self, case: _Case) -> Task:
+        if isinstance(case, KernelCase):
+            return make_task(case, self.device)
+        return _LAYER_OPS[case.kernel](case, self.device)
 
     def _spreads(self, running: Sequence[Callable[[], None]]) -> list[Spread | Exception]:
         """Times of all calls in turn. If one raises, each is timed alone, and that one gives its exception."""
@@ -252,15 +231,14 @@ class Runner:
         for name, is_peer, coarsest, make in _makers(task, able, self.peers):
             try:
                 contender = make()
-            except UnsupportedError as refusal:
-                refused.append(self._row(case, name, REFUSED, is_peer=is_peer, reason=_line(refusal)))
             except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
-                refused.append(self._row(case, name, FAILED, is_peer=is_peer, reason=_line(broken)))
+                state = REFUSED if isinstance(broken, UnsupportedError) else FAILED
+                refused.append(self._row(case, name, state, is_peer=is_peer, reason=_line(broken)))
             else:
                 contenders += [] if contender is None else [(contender, task.limit or limit(coarsest), is_peer)]
         return refused, contenders
 
-    def _why_not(self, case: KernelCase | LayerOpCase, name: str, backend: Backend) -> str:
+    def _why_not(self, case: _Case, name: str, backend: Backend) -> str:
         # ops around attention are those of a backend that decodes on the layers with all of them
         kernel_case = case if isinstance(case, KernelCase) else _C4A
         problem = problem_of(kernel_case, backend.capabilities.prefill_keys)
@@ -294,13 +272,9 @@ class Runner:
         sized = evolve(worse, flops=task.flops, bytes=task.bytes, least=least, fp8=task.fp8)
         return evolve(sized, median=spread.median, p10=spread.p10, p90=spread.p90, exposed=spread.exposed)
 
-    def _row(
-        self, case: KernelCase | LayerOpCase, by: str, state: str, *, is_peer: bool = False, reason: str = ""
-    ) -> BenchRow:
-        records = case.records if isinstance(case, KernelCase) else ""
-        return BenchRow(
-            case.kernel, case.name, by, state, is_peer, reason, series=case.series, x=case.x, records=records
-        )
+    def _row(self, case: _Case, by: str, state: str, *, is_peer: bool = False, reason: str = "") -> BenchRow:
+        row = BenchRow(case.kernel, case.name, by, state, is_peer, reason)
+        return evolve(row, series=case.series, x=case.x, records=case.records)
 
 
 def _makers(
@@ -309,12 +283,8 @@ def _makers(
     """(name, whether it is a peer, type of its products, what makes it) of all contenders of a case."""
     for name, backend in able.items():
         yield name, False, backend.capabilities.products, partial(task.contender, name, backend, torch.bfloat16)
-    first = isinstance(task.case, KernelCase) and task.case.records in ("", PAIRS[0])
-    if task.case.kernel == "step" and isinstance(task.inputs, Inputs) and first:
-        bare = partial(Contender, "products", products(task.inputs), lambda: None, list)
-        yield "products", True, Products.BF16, bare
-    if isinstance(task.inputs, ProductInputs):
-        yield "torch", True, Products.BF16, partial(torch_product, task.inputs)
+    for name, make in task.beside.items():
+        yield name, True, Products.BF16, make
     for peer in peers:
         if task.case.kernel in peer.kernels:
             yield peer.name, True, peer.products, partial(peer.contender, task, [*able.values()])
@@ -324,10 +294,8 @@ def _judged(row: BenchRow, distance: Error, most: float) -> BenchRow:
     judged = evolve(row, error=distance.total, worst_row=distance.worst)
     if distance.within(most):
         return judged
-    why = (
-        f"worst row {distance.worst:.1e}" if distance.total <= most else f"error {distance.total:.1e}, limit {most:.0e}"
-    )
-    return evolve(judged, state=WRONG, reason=why)
+    total = f"error {distance.total:.1e}, limit {most:.0e}"
+    return evolve(judged, state=WRONG, reason=f"worst row {distance.worst:.1e}" if distance.total <= most else total)
 
 
 def _compared(rows: list[BenchRow]) -> list[BenchRow]:
@@ -354,31 +322,24 @@ def geomeans(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], float]:
 
     Of several peers there is also BEST, the fastest of each case.
     """
-    logs: dict[tuple[str, str, str], list[float]] = {}
-    several = _with_several_peers(rows)
+    ratios, peers = defaultdict[tuple[str, str, str], list[float]](list), defaultdict[str, set[str]](set)
+    for row in rows:
+        peers[row.series or row.kernel].update(row.vs)
     for row in rows:
         kernel = row.series or row.kernel
-        best = {BEST: row.vs_best} if row.vs_best and kernel in several else {}
+        best = {BEST: row.vs_best} if row.vs_best and len(peers[kernel]) > 1 else {}
         for peer, ratio in filter(all, {**row.vs, **best}.items()):
-            logs.setdefault((kernel, row.by, peer), []).append(log(ratio))
-    return {key: exp(sum(values) / len(values)) for key, values in logs.items()}
-
-
-def _with_several_peers(rows: Sequence[BenchRow]) -> set[str]:
-    """Kernels, or lines of scaling, with times of more than one peer."""
-    peers: dict[str, set[str]] = {}
-    for row in rows:
-        peers.setdefault(row.series or row.kernel, set()).update(row.vs)
-    return {kernel for kernel, names in peers.items() if len(names) > 1}
+            ratios[kernel, row.by, peer].append(ratio)
+    return {key: geometric_mean(values) for key, values in ratios.items()}
 
 
 def pair_means(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], float]:
     """Geometric mean of the speed relative to 584-byte records: (kernel, by, records) -> ratio."""
-    logs: dict[tuple[str, str, str], list[float]] = {}
+    ratios = defaultdict[tuple[str, str, str], list[float]](list)
     for row in rows:
         if row.vs_584:
-            logs.setdefault((row.kernel, row.by, row.records), []).append(log(row.vs_584))
-    return {key: exp(sum(values) / len(values)) for key, values in logs.items()}
+            ratios[row.kernel, row.by, row.records].append(row.vs_584)
+    return {key: geometric_mean(values) for key, values in ratios.items()}
 
 
 def _line(error: BaseException) -> str:

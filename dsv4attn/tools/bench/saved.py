@@ -1,20 +1,26 @@
-"""Reads values of a saved file back into attrs classes, and names the field that is missing or of another type."""
+"""Values as files of JSON have them, and read back into attrs classes, with the field named that is wrong."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
+from math import isfinite
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import attrs
 
-__all__ = ["structured"]
+__all__ = ["finite", "structured"]
 
 _NEWER = {"cores", "threads_from", "fp8_flops_s", "fp8", "records", "vs_584", "asked", "ran", "layers", "reference_ops"}
 """Fields that older files do not have."""
 _WORDS = {str: "text", int: "a whole number", float: "a number from 0 on", bool: "true or false"}
+
+
+def finite(values: Mapping[str, object]) -> dict[str, object]:
+    """The values, with None for numbers that are not finite, which JSON does not have."""
+    return {name: None if isinstance(v, float) and not isfinite(v) else v for name, v in values.items()}
 
 
 def structured(kind: Any, value: Any, field: str = "") -> Any:  # noqa: ANN401 - of any type

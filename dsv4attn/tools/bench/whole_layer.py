@@ -25,11 +25,12 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights, weight_shapes
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import counted, fields_repr
 from dsv4attn.errors import ArgumentError
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.bench.cases import PRESETS
 from dsv4attn.tools.bench.clock import Clock
+from dsv4attn.tools.bench.inputs import RandomNumbers
 from dsv4attn.tools.bench.layer_parts import LayerPart, MarkedBackend, Marks, measured
 
 _FLASH = ModelGeometry.preset("deepseek-v4-flash")
@@ -83,8 +84,8 @@ class LayerCase:
     @property
     def step(self) -> str:
         """What the step is, in words."""
-        sequences = f"{self.requests:,} sequence{'' if self.requests == 1 else 's'}"
-        new = f"{self.tokens:,} new token{'' if self.tokens == 1 else 's'}{' each' if self.requests > 1 else ''}"
+        sequences = counted(self.requests, "sequence")
+        new = counted(self.tokens, "new token") + " each" * (self.requests > 1)
         first, last = self.contexts[0], self.contexts[-1]
         contexts = f"{first:,} to {last:,}" if first < last else f"{last:,}"
         return f"{sequences}, {new}, {contexts} in the cache"
@@ -198,16 +199,13 @@ def _prepared_layer(case: LayerCase, backend: Backend, device: torch.device) -> 
     prefixes = list(zip(sequences, case.contexts, strict=True))
     manager.reserve(prefixes)
     manager.advance(prefixes)
-    index_keys = manager.caches[0].index
+    index_keys, normal = manager.caches[0].index, RandomNumbers(device, 1).normal
     if index_keys is not None:
         slots = torch.arange(index_keys.num_blocks * index_keys.block_size, device=device)
-        keys = torch.randn(len(slots), geometry.index_head_dim, device=device, dtype=torch.float32)
-        store_index_keys(keys, index_keys, slots)
+        store_index_keys(normal(len(slots), geometry.index_head_dim), index_keys, slots)
     requests = [(sequence, case.tokens) for sequence in sequences]
     metadata, positions = manager.metadata(manager.batch(requests)), manager.positions(requests)
-    hidden = torch.randn(positions.shape[0], geometry.hidden_size, device=device, dtype=torch.float32).to(
-        tensors["wq_a"].dtype
-    )
+    hidden = normal(positions.shape[0], geometry.hidden_size).to(tensors["wq_a"].dtype)
     return _PreparedLayer(geometry, layer, metadata, positions, hidden)
 
 
@@ -240,18 +238,14 @@ def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list
 
 def _mixes(geometry: ModelGeometry, device: torch.device) -> HyperConnectionWeights:
     n, size = geometry.hc_mult, geometry.hc_mult * geometry.hidden_size
-    count = 2 * n + n * n
-    fn = torch.randn(count, size, device=device, dtype=torch.float32) * size**-0.5
-    return HyperConnectionWeights(
-        fn, torch.randn(count, device=device, dtype=torch.float32), torch.ones(3, device=device, dtype=torch.float32)
-    )
+    count, normal = 2 * n + n * n, RandomNumbers(device, 0).normal
+    ones = torch.ones(3, device=device, dtype=torch.float32)
+    return HyperConnectionWeights(normal(count, size) * size**-0.5, normal(count), ones)
 
 
 def _weights(geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> Mapping[str, torch.Tensor]:
-    shapes = weight_shapes(geometry, geometry.layer(0))
+    shapes, normal = weight_shapes(geometry, geometry.layer(0)), RandomNumbers(device, 0).normal
     return {
-        name: torch.randn(shape, device=device, dtype=torch.float32)
-        .mul_(shape[-1] ** -0.5)
-        .to(dtype if len(shape) == 2 else torch.float32)
+        name: normal(*shape).mul_(shape[-1] ** -0.5).to(dtype if len(shape) == 2 else torch.float32)
         for name, shape in shapes.items()
     }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from attrs import evolve, frozen
+from attrs import evolve
 
 from dsv4attn.errors import NoBackendError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from dsv4attn.core.contract.backend import Backend
+    from dsv4attn.tools.bench.attention_peers import Peer
     from dsv4attn.tools.bench.cases import CaseSizes, KernelCase
     from dsv4attn.tools.bench.layer_ops import LayerOpCase
-    from dsv4attn.tools.bench.peers import Peer
     from dsv4attn.tools.bench.result import Run
 
 __all__ = ["bench"]
@@ -104,7 +105,7 @@ def bench(
     sources: tuple[Path, ...],
     *,
     as_json: bool,
-    **sizes: Any,  # noqa: ANN401 - the fields of `_Asked`
+    **asked: Any,  # noqa: ANN401 - what `_measured` takes
 ) -> None:
     """Time WHAT, and compare it with the roofline and with other libraries.
 
@@ -151,14 +152,14 @@ def bench(
     """  # noqa: D301 - click wants the character
     from dsv4attn.tools.bench.cases import KERNELS, MEASUREMENTS, named
 
-    named("measurement", ",".join(what), MEASUREMENTS, KERNELS)
-    _names_of(sizes["backends"])
+    measurements = named("measurement", ",".join(what), MEASUREMENTS, KERNELS)
+    _names_of(asked["backends"])
     require_torch(ctx)
     from dsv4attn.tools.bench import compare as comparing
     from dsv4attn.tools.bench import report
     from dsv4attn.tools.bench.result import load
 
-    _check_sources(sources, measures=bool(what or any(sizes.values())), one_run=bool(save or as_json or compare))
+    _check_sources(sources, measures=bool(what or any(asked.values())), one_run=bool(save or as_json or compare))
     old = load(compare, "--compare") if compare else None
     if plot:
         from dsv4attn.tools.bench.plots import check_together
@@ -169,7 +170,7 @@ def bench(
     if plot:
         check_together(runs)
     if not runs:
-        run = _measured(_Asked(what, **sizes), shown=not as_json)
+        run = _measured(measurements, shown=not as_json, **asked)
         words = command_line(ctx, "as_json", "save", "compare", "plot")
         runs = [evolve(run, command=shlex.join(["dsv4attn", "bench", *words]))]
     run = runs[0]
@@ -210,65 +211,57 @@ def _draw(runs: Sequence[Run], folder: Path) -> None:
         click.echo("nothing drawn: there are pictures of kernels only", err=True)
 
 
-@frozen
-class _Asked:
-    """The options of a measurement, as on the command line."""
-
-    what: Sequence[str]
-    backends: str | None
-    cases: str | None
-    batches: tuple[int, ...] | None
-    heads: tuple[int, ...] | None
-    drafts: int | None
-    tokens: int | None
-    rounds: int | None
-    device: str | None
-    peers: str | None
-    threads: int | None = None
-
-
-def _measured(options: _Asked, *, shown: bool) -> Run:
+def _measured(
+    what: Sequence[str],
+    *,
+    shown: bool,
+    backends: str | None,
+    cases: str | None,
+    device: str | None,
+    peers: str | None,
+    threads: int | None,
+    **counts: Any,  # noqa: ANN401 - fields of `CaseSizes`, None for its default
+) -> Run:
     """Check all options before anything slow, and measure."""
     from dsv4attn.config import load_settings
-    from dsv4attn.tools.bench.cases import KERNELS, MEASUREMENTS, PRESETS, host_cases, named, sizes, together
+    from dsv4attn.tools.bench.cases import PRESETS, host_cases, named, sizes, together
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.tools.bench.runner import Runner
     from dsv4attn.tools.bench.scaling import cliffs
     from dsv4attn.tools.bench.whole_layer import layer_cases
     from dsv4attn.tools.cli.threads import Threads
 
-    what = named("measurement", ",".join(options.what), MEASUREMENTS, KERNELS)
-    presets = named("case", options.cases, list(PRESETS), list(PRESETS))
-    place = device_named(options.device)
-    backends = _backends(options.backends, place)
-    size = _size(options, sizes(place.type))
+    presets = named("case", cases, list(PRESETS), list(PRESETS))
+    place = device_named(device)
+    timed = _backends(backends, place)
+    counts["inserted"] = counts["tokens"]
+    size = evolve(sizes(place.type), **{name: value for name, value in counts.items() if value})
     small = place.type == "cpu"
-    cases = _cases(options, what, presets, size, small=small)
-    peers = _peers(options, {case.kernel for case in cases})
+    selected = [PRESETS[name].topk for name in presets if cases and PRESETS[name].selects]
+    kernel_cases = _cases(what, presets, size, selected, counts["batches"], small=small)
+    asked_peers = _peers(peers, {case.kernel for case in kernel_cases})
     hosts = host_cases() if "host" in what else []
     layers = layer_cases(size.heads, presets, small=small) if "layer" in what else []
-    total = len(cases) + len(hosts) + len(layers)
-    rows, host, times, ran, stopped = [], [], [], 0, False
+    total = len(kernel_cases) + len(hosts) + len(layers)
+    rows, ran, stopped = [], 0, False
+    host_times, layer_times = list[Mapping[str, object]](), list[Mapping[str, object]]()
     # the CPU's threads do not matter for times on an accelerator
-    cpu_threads = Threads.chosen(options.threads) if place.type == "cpu" else None
-    with cpu_threads.used() if cpu_threads else nullcontext(), _progress(1 + total, shown=shown) as begin:
-        begin("roofline")
-        runner = Runner(place, backends, peers, size.rounds)
+    cpu_threads = Threads.chosen(threads) if place.type == "cpu" else None
+    bar = progress_bar(1 + total, "{task.fields[case]}", shown=shown, between_calls=True, case="")
+    with cpu_threads.used() if cpu_threads else nullcontext(), bar as move:
+        move(0, case="roofline")
+        runner = Runner(place, timed, asked_peers, size.rounds)
+        whole = [(case.name, partial(runner.host, case), host_times) for case in hosts]
+        whole += [(layer.name, partial(runner.layer, layer), layer_times) for layer in layers]
         try:
-            for group in together(cases):
-                begin(group[0].name, len(group))
+            for group in together(kernel_cases):
+                move(1 + ran, case=group[0].name)
                 rows += runner.run(*group)
                 ran += len(group)
-            for case in hosts:
-                begin(case.name)
-                shares, failed = runner.host(case)
-                host += shares
-                rows += failed
-                ran += 1
-            for layer in layers:
-                begin(layer.name)
-                layer_times, failed = runner.layer(layer)
-                times += layer_times
+            for name, measure, times in whole:
+                move(1 + ran, case=name)
+                measured, failed = measure()
+                times.extend(measured)
                 rows += failed
                 ran += 1
         except KeyboardInterrupt:
@@ -276,7 +269,6 @@ def _measured(options: _Asked, *, shown: bool) -> Run:
             stopped = True
         roofline, rows = (runner.roofline, rows) if stopped else runner.settled(rows)
         machine = this_machine(place, cpu_threads.cores, cpu_threads.source) if cpu_threads else this_machine(place)
-    present = [peer.name for peer in runner.peers]
     return Run(
         machine=machine,
         date=now(),
@@ -285,57 +277,48 @@ def _measured(options: _Asked, *, shown: bool) -> Run:
         rows=tuple(rows),
         cliffs=tuple(cliffs(rows)),
         unavailable=runner.unavailable,
-        versions=peer_versions(present),
-        host=tuple(host),
+        versions=peer_versions([peer.name for peer in runner.peers]),
+        host=tuple(host_times),
         asked=total,
         ran=ran if stopped else None,
-        layers=tuple(times),
+        layers=tuple(layer_times),
         reference_ops=load_settings().reference_ops,
     )
 
 
 def _cases(
-    options: _Asked, what: Sequence[str], presets: Sequence[str], size: CaseSizes, *, small: bool
+    what: Sequence[str],
+    presets: Sequence[str],
+    size: CaseSizes,
+    selected: Sequence[int],
+    batches: Sequence[int] | None,
+    *,
+    small: bool,
 ) -> list[KernelCase | LayerOpCase]:
-    """Cases whose results are rows: all but the host's and those of whole layers."""
-    from dsv4attn.tools.bench.cases import LAYER_OPS, PRESETS, cases_of
+    """Cases whose results are rows: all but the host's and those of whole layers.
+
+    selected: numbers of entries that selections take; empty for the short list of them. batches: of `--batches`.
+    """
+    from dsv4attn.tools.bench.cases import LAYER_OPS, cases_of
     from dsv4attn.tools.bench.layer_ops import layer_op_cases, selections
     from dsv4attn.tools.bench.scaling import scaling_cases
 
     kernels = [kernel for kernel in what if kernel not in (*LAYER_OPS, "scaling", "host", "layer")]
     lines = scaling_cases(small=small) if "scaling" in what else []
-    around = [kernel for kernel in what if kernel in LAYER_OPS]
-    selected: list[LayerOpCase] = []
-    if options.cases and "select" in around:
-        topks = [PRESETS[name].topk for name in presets if PRESETS[name].selects]
-        selected = selections(topks, options.batches, size.tokens, small=small)
-    short = [kernel for kernel in around if kernel != "select" or not selected]
-    return [*cases_of(kernels, presets, size), *lines, *layer_op_cases(short, small=small), *selected]
+    around = [kernel for kernel in what if kernel in LAYER_OPS and not (kernel == "select" and selected)]
+    long = selections(selected, batches, size.tokens, small=small) if "select" in what else []
+    return [*cases_of(kernels, presets, size), *lines, *layer_op_cases(around, small=small), *long]
 
 
-def _peers(options: _Asked, kernels: set[str]) -> list[Peer]:
+def _peers(names: str | None, kernels: set[str]) -> list[Peer]:
     """The named peers; without names, those that have one of the kernels."""
     from dsv4attn.tools.bench.cases import named
     from dsv4attn.tools.bench.peers import PEERS
 
-    if options.peers is None:
+    if names is None:
         return []
     concerned = [name for name, peer in PEERS.items() if kernels.intersection(peer.kernels)]
-    asked = None if options.peers == ALL else options.peers
-    return [PEERS[name] for name in named("peer", asked, list(PEERS), concerned)]
-
-
-def _size(options: _Asked, size: CaseSizes) -> CaseSizes:
-    """Default sizes, replaced by those of the options."""
-    return evolve(
-        size,
-        batches=options.batches or size.batches,
-        heads=options.heads or size.heads,
-        drafts=options.drafts or size.drafts,
-        tokens=options.tokens or size.tokens,
-        inserted=options.tokens or size.inserted,
-        rounds=options.rounds or size.rounds,
-    )
+    return [PEERS[name] for name in named("peer", None if names == ALL else names, list(PEERS), concerned)]
 
 
 def _names_of(backends: str | None) -> list[str]:
@@ -361,17 +344,3 @@ def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
             except NoBackendError as broken:
                 click.echo(f"left out: {name}: {str(broken).splitlines()[0]}", err=True)
     return backends
-
-
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """A bar with the running case."""
-    begun = 0
-    with progress_bar(total, "{task.fields[case]}", shown=shown, between_calls=True, case="") as move:
-
-        def begin(name: str, cases: int = 1) -> None:
-            nonlocal begun
-            move(begun, case=name)
-            begun += cases
-
-        yield begin

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from attrs import frozen
+from attrs import evolve
 
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
@@ -110,80 +110,56 @@ def bench_context(
     place, group_backend = device_of_rank(device)
     if graph and place.type == "cpu":
         raise ArgumentError("--graph", expected="a device that captures graphs, with NCCL", actual="cpu with gloo")
+    from dsv4attn.config import load_settings
     from dsv4attn.tools.bench.cases import CONTEXT_CASES, named
-    from dsv4attn.tools.bench.context_cases import context_cases, context_size
+    from dsv4attn.tools.bench.context import ContextRun
+    from dsv4attn.tools.bench.context_cases import context_cases
+    from dsv4attn.tools.bench.result import now, this_machine
 
-    size, default = context_size(place.type), [name for name in CONTEXT_CASES if name.startswith("flash")]
+    on_cpu, default = place.type == "cpu", [name for name in CONTEXT_CASES if name.startswith("flash")]
     names = named("case", cases, list(CONTEXT_CASES), default)
-    decodes = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
+    requests, contexts = requests or (2 if on_cpu else 8), contexts or ((8192,) if on_cpu else (8192, 1048576))
+    decodes = context_cases(names, requests, contexts, ranks, interleave)
     name, chosen = _backend(backend, backend_options, decodes, place, capture=graph)
-    options = _Asked(
-        name,
-        chosen,
-        decodes,
-        place,
-        rounds or size.rounds,
-        graph,
-        shlex.join(["dsv4attn", "bench-context", *command_line(ctx, "as_json", "save")]),
+    facts = ContextRun(
+        machine=this_machine(place),
+        date=now(),
+        command=shlex.join(["dsv4attn", "bench-context", *command_line(ctx, "as_json", "save")]),
+        backend=name,
+        process_group=group_backend,
+        ranks=ranks,
+        interleave=interleave,
+        rounds=rounds or (5 if on_cpu else 20),
+        graph=graph,
+        results=(),
+        reference_ops=load_settings().reference_ops,
     )
-    with joined(ranks, interleave, backend=group_backend, device=None if place.type == "cpu" else place) as group:
-        run = _measured(group, options, group_backend)
+    with joined(ranks, interleave, backend=group_backend, device=None if on_cpu else place) as group:
+        run = _measured(group, facts, chosen, decodes, place)
     if group.ownership.rank == 0:
         _show(run, save, as_json=as_json)
     ctx.exit(OK if run.ok else FAILED)
 
 
-@frozen
-class _Asked:
-    """What is measured: backend, cases, the device of this rank, rounds, and whether in graphs."""
-
-    name: str
-    backend: Backend
-    cases: list[ContextCase]
-    device: torch.device
-    rounds: int
-    graph: bool
-    command: str
-
-
-def _measured(group: MeteredContext, options: _Asked, group_backend: str) -> ContextRun:
-    from dsv4attn.config import load_settings
-    from dsv4attn.tools.bench.context import ContextRun, measure
+def _measured(
+    group: MeteredContext, run: ContextRun, backend: Backend, cases: list[ContextCase], place: torch.device
+) -> ContextRun:
+    """The run with the results of all cases. place: device of this rank."""
+    from dsv4attn.tools.bench.context import measure
     from dsv4attn.tools.bench.context_cases import check_memory
     from dsv4attn.tools.bench.rank_clock import RankClock
-    from dsv4attn.tools.bench.result import now, this_machine
 
-    ownership = group.ownership
-    group.check_same("bench-context", {"backend": options.name, "command": options.command})
+    group.check_same("bench-context", {"backend": run.backend, "command": run.command})
     with group.together("bench-context"):
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_memory(options.cases, ownership.size, ownership.interleave, options.device, sharing=sharing)
-        clock = RankClock(options.device, group)
+        check_memory(cases, run.ranks, run.interleave, place, sharing=sharing)
+        clock = RankClock(place, group)
     results = []
-    for case in options.cases:
-        if ownership.rank == 0:
-            _progress(case.name)
-        results.append(measure(case, options.backend, group, group.sent, clock, options.rounds, graph=options.graph))
-    machine = this_machine(options.device)
-    sizes = ownership.size, ownership.interleave
-    return ContextRun(
-        machine,
-        now(),
-        options.command,
-        options.name,
-        group_backend,
-        *sizes,
-        options.rounds,
-        options.graph,
-        tuple(results),
-        load_settings().reference_ops,
-    )
-
-
-def _progress(name: str) -> None:
-    """The running case, on stderr, if it is a terminal."""
-    if sys.stderr.isatty():
-        click.echo(f"{name} ...", err=True)
+    for case in cases:
+        if group.ownership.rank == 0 and sys.stderr.isatty():
+            click.echo(f"{case.name} ...", err=True)
+        results.append(measure(case, backend, group, group.sent, clock, run.rounds, graph=run.graph))
+    return evolve(run, results=tuple(results))
 
 
 def _show(run: ContextRun, save: Path | None, *, as_json: bool) -> None:
@@ -201,8 +177,6 @@ def _backend(
     name: str | None, options: dict[str, str], cases: list[ContextCase], place: torch.device, *, capture: bool
 ) -> tuple[str, Backend]:
     """The named backend, or the one that selection gives for all cases. Raises NoBackendError with reasons."""
-    from attrs import evolve
-
     from dsv4attn.selection import load_backend, resolve
     from dsv4attn.tools.bench.attention_call import problem_of
 

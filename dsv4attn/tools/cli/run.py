@@ -280,16 +280,6 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
     return [kind for kind in LayerKind if kind.value in words]
 
 
-def _tokens_to_select(geometry: ModelGeometry) -> int | None:
-    """Tokens from which on an indexer leaves entries out; None without an indexer."""
-    from dsv4attn.core.model.geometry import LayerKind
-    from dsv4attn.tools.replay.check_layer import selecting_tokens
-
-    if LayerKind.CSA not in geometry.kinds:
-        return None
-    return max(selecting_tokens(layer) for layer in geometry.distinct_layers if layer.kind is LayerKind.CSA)
-
-
 def _requests(
     trace: str,
     units: dict[str, Any],
@@ -299,10 +289,13 @@ def _requests(
     geometry: ModelGeometry,
 ) -> list[Request]:
     """Requests of a file, of standard input, or of a built-in trace. units: of a file, None where nothing is said."""
+    from dsv4attn.core.model.geometry import LayerKind
     from dsv4attn.errors import ArgumentError
+    from dsv4attn.tools.replay.check_layer import selecting_tokens
     from dsv4attn.tools.replay.trace import generated_trace, read_trace, selecting_trace, short_trace, shrink
 
-    selecting = _tokens_to_select(geometry)
+    # tokens from which on an indexer leaves entries out
+    selecting = [selecting_tokens(layer) for layer in geometry.distinct_layers if layer.kind is LayerKind.CSA]
     if trace not in (_SHORT, _LONG):
         requests = read_trace(trace, max_requests=max_requests, **units)
     elif any(units.values()):
@@ -310,8 +303,8 @@ def _requests(
         raise ArgumentError(option, expected="a file with --trace", actual=f"the built-in trace {trace}")
     elif trace == _SHORT:
         requests = short_trace(config.seed, max_requests or 4)
-    elif selecting is not None:
-        requests = selecting_trace(config.seed, selecting, max_requests or 4)
+    elif selecting:
+        requests = selecting_trace(config.seed, max(selecting), max_requests or 4)
     else:
         requests = generated_trace(config.seed, max_requests or 6)
     return shrink(requests, max_tokens) if max_tokens else requests

@@ -11,6 +11,7 @@ import click
 from attrs import evolve, frozen
 
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.reprs import counted
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import OK, complete, print_json
 from dsv4attn.tools.cli.common import check_matplotlib, console, geometry_of, require_torch
@@ -52,15 +53,15 @@ class SeenKeys:
         """Kind, window, and what an entry is."""
         layer = self.layer
         chosen = {LayerKind.SWA: "", LayerKind.CSA: f", at most {layer.topk} selected"}.get(layer.kind, ", all of them")
-        entries = f", entries of {_counted(layer.compress_ratio, 'token')}{chosen}" if layer.has_entries else ""
-        return f"{layer.kind.value}: window of {_counted(layer.window, 'token')}{entries}"
+        entries = f", entries of {counted(layer.compress_ratio, 'token')}{chosen}" if layer.has_entries else ""
+        return f"{layer.kind.value}: window of {counted(layer.window, 'token')}{entries}"
 
     @property
     def last(self) -> str:
         """What the last token attends to, in a sentence."""
         (first, end), visible, entries = self.windows[-1], self.visible[-1], self.entries[-1]
-        count = _counted(end - first + 1 + len(entries), "key")
-        seen = f" and {len(entries):,} of {_counted(visible, 'entry', 'entries')}" if self.layer.has_entries else ""
+        count = counted(end - first + 1 + len(entries), "key")
+        seen = f" and {len(entries):,} of {counted(visible, 'entry', 'entries')}" if self.layer.has_entries else ""
         return f"token {end:,} attends to tokens {first:,} to {end:,}{seen}: {count}"
 
     def as_json(self) -> dict[str, Any]:
@@ -215,10 +216,6 @@ def _draw_cells(axes: Axes, cells: list[list[int]], edges: range, positions: ran
     axes.set_xlabel(label, fontsize=8)
     axes.tick_params(labelsize=7, length=2)
     axes.spines[["right", "top"]].set_visible(False)
-
-
-def _counted(count: int, name: str, plural: str | None = None) -> str:
-    return f"{count:,} {name if count == 1 else plural or name + 's'}"
 
 
 def _entry_numbers(_: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from attrs import frozen
 
+from dsv4attn.core.reprs import counted
 from dsv4attn.errors import ArgumentError
 
 VARIABLE = "OMP_NUM_THREADS"
@@ -48,7 +49,7 @@ class Threads:
 
     def __str__(self) -> str:
         """The text of reports."""
-        return f"threads {self.count} of {self.cores} core{'s' * (self.cores != 1)} ({self.source})"
+        return f"threads {self.count} of {counted(self.cores, 'core')} ({self.source})"
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -71,7 +72,7 @@ def check_number(argument: str, number: int) -> int:
     cores = usable_cores()
     most = max(_LEAST_BOUND, _PER_CORE * cores)
     if number > most:
-        expected, actual = f"at most {most}", f"{number} on {cores} core{'s' * (cores != 1)}"
+        expected, actual = f"at most {most}", f"{number} on {counted(cores, 'core')}"
         raise ArgumentError(argument, expected=expected, actual=actual, hint="one for each core is fastest")
     return number
 

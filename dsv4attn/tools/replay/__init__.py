@@ -1,6 +1,9 @@
-"""Replay of a request trace through the attention: `trace` reads the requests, `scheduler` orders them into steps.
+"""Replay of a request trace through the attention: `trace` reads the requests, and `engine` serves and checks them.
 
-Both use plain integers; torch is not needed before a step runs.
+This module and `trace` use no torch, so that a command line can list and read what they have.
 """
 
 from __future__ import annotations
+
+CACHES = ("fp8_ds_mla", "bf16", "fp32")
+"""Names of `ReplayConfig.cache`. With `fp32`, hidden states, queries and keys are fp32 too: no format rounds."""

@@ -47,7 +47,7 @@ from dsv4attn.core.reprs import fields_repr
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.oracle_layer import OracleLayer
-from dsv4attn.tools.replay.over_ranks import IndexKeyReaderOverRanks, KeyReaderOverRanks, selected_over_ranks
+from dsv4attn.tools.replay.over_ranks import KeyReaderOverRanks, selected_over_ranks
 from dsv4attn.tools.replay.read_back import BF16, SUMS, IndexKeyReader, KeyReader, rounding_bound, share_of_bound
 from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import CheckResult, Errors
@@ -137,12 +137,12 @@ class LayerChecker:
         self._caches, attention = caches, caches.attention
         self._window = KeyReader(attention.swa)
         self._entries = None if attention.compressed is None else KeyReader(attention.compressed)
-        self._index = None if caches.index is None else IndexKeyReader(caches.index)
+        self._index: KeyReader | None = None if caches.index is None else IndexKeyReader(caches.index)
         self._context = context
         if context is not None and self._entries is not None:
             self._entries = KeyReaderOverRanks(context, self._entries)
         if context is not None and self._index is not None:
-            self._index = IndexKeyReaderOverRanks(context, self._index)
+            self._index = KeyReaderOverRanks(context, self._index)
         self._made: dict[tuple[int, int, bool], F64] = {}
         self.result = CheckResult(tolerance=tolerance)
 
@@ -207,7 +207,7 @@ class LayerChecker:
         assert caches.attention.compressed is not None
         sources = [("entry", self._entries.read(pages, entries), caches.attention.compressed.layout)]
         if self._index is not None and caches.index is not None:
-            sources.append(("index_key", self._index.read(pages, count)[entries], caches.index.layout))
+            sources.append(("index_key", self._index.read(pages, entries), caches.index.layout))
         errors = {}
         for name, stored, layout in sources:
             exact = [self._entry(row, e, index=name == "index_key") for e in entries]
@@ -247,7 +247,7 @@ class LayerChecker:
         exact = self._exact.index_query(latent, hidden, position)
         errors = {"index_query": self._index_query_error(values, weights, *exact)}
         assert self._index is not None
-        keys = self._index.read(pages, count)
+        keys = self._index.read(pages, range(count))
         scores = weights @ np.maximum(values @ keys.T, 0)
         if not proper or np.isnan(scores).any():
             return {**errors, "selection": math.inf}

@@ -23,8 +23,8 @@ from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.serving.cache_manager import COMPRESSED, WINDOW, CacheManager
 from dsv4attn.serving.request import Request
 from dsv4attn.serving.scheduler import Scheduler
+from dsv4attn.tools.replay import CACHES
 from dsv4attn.tools.replay.layer_runner import LayerRunner, MeteredWorkspace, RunSettings, timed
-from dsv4attn.tools.replay.names import CACHES
 from dsv4attn.tools.replay.over_ranks import MeteredContext, RanksReport
 from dsv4attn.tools.replay.pools import COMPRESSED_BLOCK_TOKENS, PageGroup, RequestPages, plan_pools
 from dsv4attn.tools.replay.random_weights import RandomWeights
@@ -41,7 +41,7 @@ class ReplayConfig:
     """Settings of a replay.
 
     kinds: layer types to run; None means all of the model.
-    cache: one of `names.CACHES`.
+    cache: one of `CACHES`.
     block_size: records in a page of the window cache.
     max_num_batched_tokens: most tokens of a step.
     max_num_seqs: most requests that run at once.

@@ -28,7 +28,7 @@ from dsv4attn.tools.replay.pools import COMPRESSED_BLOCK_TOKENS, PageBytes, Page
 from dsv4attn.tools.replay.random_weights import RandomWeights
 from dsv4attn.tools.replay.recorder import RecordingBackend, wait_for
 from dsv4attn.tools.replay.results import LAYER_OPERATIONS, LayerReport
-from dsv4attn.tools.replay.workload import I64, Tokens, Workload
+from dsv4attn.tools.replay.workload import Tokens, Workload
 
 
 @contextmanager
@@ -139,7 +139,8 @@ class LayerRunner:
         with timed(other_s, "inputs", device):
             hidden = settings.workload.hidden_states(self.layer.kind, tokens)
             positions = settings.workload.placed(tokens.positions)
-            chosen, random = self._choose_rows(number, tokens)
+            random = np.random.default_rng([settings.seed, number, list(LayerKind).index(self.layer.kind)])
+            chosen = choose_rows(tokens, self.layer, settings.check_rows, random)
             if attention.topk_indices is not None:
                 # a row that the indexer does not write must not pass with entries of an earlier step
                 attention.topk_indices[settings.workload.placed(chosen)] = -1
@@ -171,11 +172,6 @@ class LayerRunner:
         if check is None:
             return rank
         return evolve(rank, rows=check.rows, failed=check.failed, failures=tuple(check.failures))
-
-    def _choose_rows(self, number: int, tokens: Tokens) -> tuple[I64, np.random.Generator]:
-        """Rows of a step to check, and the source of further random choices."""
-        random = np.random.default_rng([self.settings.seed, number, list(LayerKind).index(self.layer.kind)])
-        return choose_rows(tokens, self.layer, self.settings.check_rows, random), random
 
     def _count(self, tokens: int, seconds: Mapping[str, float]) -> None:
         """Count a step that has run."""

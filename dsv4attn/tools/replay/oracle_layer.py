@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.model.quantized_weight import Weight
-from dsv4attn.core.model.weights import AttentionWeights, CompressorWeights
+from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.testing.kit.factories import frequencies
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
@@ -69,38 +69,26 @@ class OracleLayer:
         first half of its channels, a token of the entry's own by the second. In V4.1 an index key is projected from the
         entry before its rotation, and normalised.
         """
-        if self._geometry.shared_latent:
-            return self._of_latent(hidden, entry, index=index)
-        weights, ratio = self._compressor(index=index), self._layer.compress_ratio
-        place = np.array(self.entry_tokens(entry)) % ratio
-        assert weights.wgate is not None
-        assert weights.ape is not None
+        indexer, ratio, of_latent = self._weights.indexer, self._layer.compress_ratio, self._geometry.shared_latent
+        weights = indexer.compressor if index and indexer and not of_latent else self._weights.compressor
+        assert weights is not None
+        positions = np.array(self.entry_tokens(entry))
         kv = hidden @ self._copy(weights.wkv).T
-        score = hidden @ self._copy(weights.wgate).T + self._copy(weights.ape)[place]
+        # without scores all tokens count alike
+        score = np.zeros_like(kv) if weights.wgate is None else hidden @ self._copy(weights.wgate).T
+        if weights.ape is not None:
+            score += self._copy(weights.ape)[positions % ratio]
         if self._layer.overlap:
-            is_previous = np.array(self.entry_tokens(entry)) < entry * ratio
-            dim = kv.shape[1] // 2
+            is_previous, dim = positions < entry * ratio, kv.shape[1] // 2
             kv, score = (np.where(is_previous[:, None], both[:, :dim], both[:, dim:]) for both in (kv, score))
         share = np.exp(score - score.max(0))
         row = self._norm((share * kv).sum(0) / share.sum(0), weights.norm)
-        return oracle.apply_rope(row, *self._turn(entry * ratio), self._layer.rope_dim)
-
-    def _of_latent(self, hidden: F64, entry: int, *, index: bool) -> F64:
-        """`entry` of V4.1."""
-        weights, indexer = self._weights.compressor, self._weights.indexer
-        assert weights is not None
-        kv = hidden @ self._copy(weights.wkv).T
-        share = np.ones_like(kv)
-        if weights.wgate is not None:
-            score = hidden @ self._copy(weights.wgate).T
-            share = np.exp(score - score.max(0))
-        row = self._norm((share * kv).sum(0) / share.sum(0), weights.norm)
-        if index:
+        if index and of_latent:
             assert indexer is not None
             assert indexer.wk is not None
             assert indexer.k_norm is not None
             row = self._norm(self._copy(indexer.wk) @ row, indexer.k_norm)
-        return oracle.apply_rope(row, *self._turn(entry * self._layer.compress_ratio), self._layer.rope_dim)
+        return oracle.apply_rope(row, *self._turn(entry * ratio), self._layer.rope_dim)
 
     def index_query(self, latent: F64, hidden: F64, position: int) -> tuple[F64, F64]:
         """([Hi, Di], [Hi]) queries of the indexer, rotated, and weights of its heads with all factors of the score."""
@@ -119,11 +107,6 @@ class OracleLayer:
         z = oracle.inverse_rope_project(attended, *self._turn(position), self._layer.rope_dim, split, None)
         assert isinstance(weights.wo_b, Tensor)
         return np.asarray(weights.wo_b[dims].double().cpu().numpy() @ z.reshape(-1))
-
-    def _compressor(self, *, index: bool) -> CompressorWeights:
-        weights = self._weights.indexer.compressor if index and self._weights.indexer else self._weights.compressor
-        assert weights is not None
-        return weights
 
     def _copy(self, weight: Weight) -> F64:
         assert isinstance(weight, Tensor)

@@ -20,7 +20,7 @@ from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing.oracle.attention import F64
-from dsv4attn.tools.replay.read_back import IndexKeyReader, KeyReader
+from dsv4attn.tools.replay.read_back import KeyReader
 
 
 class MeteredContext(ContextParallel):
@@ -112,11 +112,8 @@ class RanksReport:
     def gather(cls, context: ContextParallel, layers: Sequence[LayerOnRank]) -> RanksReport:
         """The same report on every rank."""
         ownership = context.ownership
-        return cls(
-            ownership.size,
-            ownership.interleave,
-            context.gather_objects(RankReport(ownership.rank, layers), "the report"),
-        )
+        reports = context.gather_objects(RankReport(ownership.rank, layers), "the report")
+        return cls(ownership.size, ownership.interleave, reports)
 
     @property
     def differing(self) -> list[str]:
@@ -156,32 +153,17 @@ def selected_over_ranks(context: ContextParallel, local: Tensor) -> list[int]:
 
 
 class KeyReaderOverRanks(KeyReader):
-    """Compressed entries in the caches of all ranks. Every rank reads the same ones at the same time."""
+    """Entries, or index keys, in the caches of all ranks. Every rank reads the same ones at the same time."""
 
     def __init__(self, context: ContextParallel, keys: KeyReader) -> None:
         """Look at the keys of this rank."""
         self._context, self._own = context, keys
 
-    def read(self, blocks: list[int], numbers: list[int]) -> F64:
+    def read(self, blocks: Sequence[int], numbers: Sequence[int]) -> F64:
         """[n, D] entries. blocks: of this rank."""
         ownership = self._context.ownership
-        own_entries = {
-            e: self._own.read(blocks, [ownership.local(e)])[0] for e in numbers if ownership.owner(e) == ownership.rank
-        }
-        rows = {e: row for part in self._context.gather_objects(own_entries, "checks") for e, row in part.items()}
-        return np.stack([rows[e] for e in numbers])
-
-
-class IndexKeyReaderOverRanks(IndexKeyReader):
-    """Index keys in the caches of all ranks; otherwise as `KeyReaderOverRanks`."""
-
-    def __init__(self, context: ContextParallel, keys: IndexKeyReader) -> None:
-        """Look at the keys of this rank."""
-        self._context, self._own = context, keys
-
-    def read(self, blocks: list[int], count: int) -> F64:
-        """[count, Di] the first keys. blocks: of this rank."""
-        ownership = self._context.ownership
-        parts = self._context.gather_objects(self._own.read(blocks, ownership.count(count)), "checks")
-        places = [(ownership.owner(e), ownership.local(e)) for e in range(count)]
-        return np.stack([parts[rank][n] for rank, n in places]) if count else parts[ownership.rank]
+        owned = [e for e in numbers if ownership.owner(e) == ownership.rank]
+        own_rows = self._own.read(blocks, [ownership.local(e) for e in owned])
+        parts = self._context.gather_objects(dict(zip(owned, own_rows, strict=True)), "checks")
+        rows = {e: row for part in parts for e, row in part.items()}
+        return np.array([rows[e] for e in numbers]).reshape(len(numbers), own_rows.shape[1])

@@ -16,10 +16,12 @@ A difference as a share of this bound is at most 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.oracle import attention as oracle
@@ -37,21 +39,29 @@ class KeyReader:
     """Keys of one cache, in float64."""
 
     def __init__(self, cache: PagedKVCache) -> None:
-        """Look at the memory of a cache of keys; a page is copied when it is read, if it is not on the CPU."""
-        self._layout, self._size = cache.layout, cache.block_size
-        self._pages = _raw_pages(cache) if cache.layout.is_quantised else None
-        self._rows = cache.tensor
+        """Look at the memory of a cache; a page is copied when it is read, if it is not on the CPU."""
+        self._layout, self._size, self._pages = cache.layout, cache.block_size, cache.tensor
+        if cache.layout.is_quantised:
+            # [B, bytes] uint8, without the padding between pages
+            size = cache.num_blocks, cache.layout.page_bytes(cache.block_size)
+            self._pages = torch.as_strided(cache.tensor, size, (cache.page_stride, 1), cache.tensor.storage_offset())
 
-    def read(self, blocks: list[int], numbers: list[int]) -> F64:
+    def read(self, blocks: Sequence[int], numbers: Sequence[int]) -> F64:
         """[n, D] records `numbers` of a request with these blocks."""
-        return np.stack([self._record(blocks[n // self._size], n % self._size) for n in numbers])
+        pages = {column: self._page(blocks[column]) for column in {n // self._size for n in numbers}}
+        rows = [self._record(pages[n // self._size], n % self._size) for n in numbers]
+        return np.array(rows, np.float64).reshape(len(numbers), self._layout.head_dim)
 
-    def _record(self, block: int, place: int) -> F64:
-        if self._pages is None:
-            return self._rows[block, place].double().cpu().numpy()
+    def _page(self, block: int) -> NDArray[Any]:
+        page = self._pages[block]
+        return np.asarray((page if self._layout.is_quantised else page.double()).cpu().numpy())
+
+    def _record(self, page: NDArray[Any], place: int) -> F64:
         layout = self._layout
+        if not layout.is_quantised:
+            return np.asarray(page[place])
         return oracle.read_record(
-            self._pages[block].cpu().numpy(),
+            page,
             place,
             block_size=self._size,
             nope_dim=layout.nope_dim,
@@ -63,38 +73,16 @@ class KeyReader:
         )
 
 
-class IndexKeyReader:
-    """Index keys of one cache, in float64.
+class IndexKeyReader(KeyReader):
+    """Index keys of one cache. A page holds rows, or the codes of all its keys and then an fp32 scale of each key."""
 
-    A page holds rows, or the codes of all its keys and then an fp32 scale of each key.
-    """
-
-    def __init__(self, cache: PagedKVCache) -> None:
-        """Look at the memory of a cache of index keys; a page is copied when it is read, if it is not on the CPU."""
-        self._layout, self._size = cache.layout, cache.block_size
-        self._pages = _raw_pages(cache) if cache.layout.is_quantised else None
-        self._rows = cache.tensor
-
-    def read(self, blocks: list[int], count: int) -> F64:
-        """[count, Di] the first keys of a request with these blocks."""
-        if not count:
-            return np.zeros((0, self._layout.head_dim))
-        pages = [self._page(block) for block in blocks[: -(-count // self._size)]]
-        return np.concatenate(pages)[:count]
-
-    def _page(self, block: int) -> F64:
-        if self._pages is None:
-            return self._rows[block].double().cpu().numpy()
-        dim, fnuz = self._layout.head_dim, self._layout.fp8_format is Fp8Format.FNUZ
-        page, codes = self._pages[block].cpu().numpy(), self._size * self._layout.head_dim
-        scales = np.ascontiguousarray(page[codes : codes + 4 * self._size]).view("<f4").astype(np.float64)
-        return oracle.decode_e4m3(page[:codes], fnuz).reshape(self._size, dim) * scales[:, None]
-
-
-def _raw_pages(cache: PagedKVCache) -> Tensor:
-    """[B, bytes] uint8 of a quantised cache, without the padding between pages."""
-    size = cache.num_blocks, cache.layout.page_bytes(cache.block_size)
-    return torch.as_strided(cache.tensor, size, (cache.page_stride, 1), cache.tensor.storage_offset())
+    def _record(self, page: NDArray[Any], place: int) -> F64:
+        layout, dim = self._layout, self._layout.head_dim
+        if not layout.is_quantised:
+            return super()._record(page, place)
+        at = self._size * dim + 4 * place
+        scale = float(page[at : at + 4].copy().view("<f4")[0])
+        return oracle.decode_e4m3(page[place * dim : (place + 1) * dim], layout.fp8_format is Fp8Format.FNUZ) * scale
 
 
 def rounding_bound(exact: F64, layout: KVCacheLayout, rope_dim: int) -> F64:

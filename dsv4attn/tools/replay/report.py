@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import asdict
 
+from dsv4attn.core.reprs import counted
 from dsv4attn.tools.replay.over_ranks import RanksReport, Traffic
 from dsv4attn.tools.replay.results import CheckResult, Errors, LayerReport, Report
 
@@ -105,7 +106,7 @@ def _described(check: CheckResult, most: int | None) -> list[str]:
         return shown
     if most is None:
         return [*shown, f"and {hidden} more rows"]
-    return [*shown[:-1], f"{shown[-1]}; and {hidden} more row{'s' * (hidden > 1)}"]
+    return [*shown[:-1], f"{shown[-1]}; and {counted(hidden, 'more row')}"]
 
 
 def _of_ranks(ranks: RanksReport | None) -> list[str]:
@@ -134,7 +135,7 @@ def notes(report: Report) -> list[str]:
 def head(report: Report, *, verbose: bool = True) -> list[str]:
     """What has run, where, in what time, and the limits of errors."""
     count = report.threads.get("count")
-    threads = f" ({_counted(count, 'thread')})" if isinstance(count, int) else ""
+    threads = f" ({counted(count, 'thread')})" if isinstance(count, int) else ""
     limits = next((layer.check.tolerance for layer in report.layers if layer.check), None)
     options = ", ".join(f"{name}={value}" for name, value in report.options.items())
     total = report.prefill_tokens + report.decode_tokens
@@ -148,7 +149,7 @@ def head(report: Report, *, verbose: bool = True) -> list[str]:
         "whole layers, with random weights",
         *(_cache_lines(report) if verbose else []),
         *([] if report.ranks is None else [f"compressed entries over {report.ranks.size} ranks"]),
-        f"trace {report.trace} ({_counted(report.requests, 'request')}, longest {report.longest_request:,} tokens)",
+        f"trace {report.trace} ({counted(report.requests, 'request')}, longest {report.longest_request:,} tokens)",
         *([str(report.threads["text"])] if report.threads and verbose else []),
         f"{report.finished} of {report.requests} requests finished in {report.steps:,} steps",
         f"{total:,} tokens: {phases}{again if report.preemptions else ''}",
@@ -210,7 +211,7 @@ def sections(report: Report, *, verbose: bool = True) -> list[tuple[str, list[Li
         shares("share of time", report.shares()),
         *map(operation, totals),
         row(alike, lambda x: str(x.layers_in_model)),
-        shares(f"share of time in {'all ' * (count > 1)}{_counted(count, 'layer')}", report.model_shares()),
+        shares(f"share of time in {'all ' * (count > 1)}{counted(count, 'layer')}", report.model_shares()),
         *(
             shares(f"  {OPERATIONS[name]}: {total:.1%}", [part[name] for part in report.operation_shares()])
             for name, total in totals.items()
@@ -285,10 +286,6 @@ def _error_row(name: str, layers: Sequence[LayerReport]) -> tuple[str, list[str]
 def _error(check: CheckResult | None, name: str, form: str) -> str:
     value = getattr(check.worst, name) if check and check.rows else None
     return "-" if value is None else format(value, form)
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _size(size: float) -> str:

@@ -12,8 +12,7 @@ The format is found by content, never by file name:
 
 Requests are returned only after every requested line was parsed. Three properties of real logs are accepted on
 purpose: requests out of time order are sorted by arrival (stable); blank lines at the end are dropped; a CSV row with
-0 generated tokens is a request that failed where it was recorded (BurstGPT contains such rows), so it is skipped and
-counted in `Trace.skipped`.
+0 generated tokens is a request that failed where it was recorded (BurstGPT contains such rows), so it is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from dsv4attn.core.argument_checks import check_count
 from dsv4attn.errors import ArgumentError, TraceError
@@ -45,20 +44,6 @@ _MAX_LINE_BYTES = 1 << 20
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh")
 
 
-@frozen
-class Trace:
-    """A trace that has been read and checked.
-
-    requests: in arrival order.
-    form: `mooncake`, `azure` or `burstgpt`.
-    skipped: CSV rows left out because they have 0 generated tokens.
-    """
-
-    requests: tuple[Request, ...]
-    form: str
-    skipped: int
-
-
 def read_trace(
     path: str | os.PathLike[str],
     *,
@@ -66,18 +51,7 @@ def read_trace(
     time_unit: str | None = None,
     block_tokens: int | None = None,
 ) -> list[Request]:
-    """Return the requests of `load_trace`, for callers who need neither the format nor the count of skipped rows."""
-    return list(load_trace(path, max_requests=max_requests, time_unit=time_unit, block_tokens=block_tokens).requests)
-
-
-def load_trace(
-    path: str | os.PathLike[str],
-    *,
-    max_requests: int | None = None,
-    time_unit: str | None = None,
-    block_tokens: int | None = None,
-) -> Trace:
-    """Read and check a trace file, or standard input for `-`; the text of this module describes the formats.
+    """Requests of a trace file, or of standard input for `-`, in arrival order; this module describes the formats.
 
     max_requests: reading stops after that many requests in file order; later lines are not read.
     time_unit: "ms" or "s", of `timestamp` in Mooncake's format. By default milliseconds, and a timestamp that is not a
@@ -98,25 +72,22 @@ def load_trace(
     try:
         if name == STDIN:
             name = "standard input"
-            form, rows, skipped = _read_rows(name, sys.stdin.buffer, max_requests, units)
+            form, rows = _read_rows(name, sys.stdin.buffer, max_requests, units)
         else:
             with Path(name).open("rb") as file:
-                form, rows, skipped = _read_rows(name, file, max_requests, units)
+                form, rows = _read_rows(name, file, max_requests, units)
     except OSError as error:
         cure = "give a file: Mooncake JSON lines, or an Azure or BurstGPT CSV"
         raise TraceError(name, 0, f"cannot be read: {error.strerror or error} -> {cure}") from error
     rows.sort(key=lambda row: row.arrival)
     start = rows[0].arrival if form.relative else 0
-    lengths = [(row.input_length, row.output_length, row.hash_ids, block_tokens or HASH_BLOCK_TOKENS) for row in rows]
-    requests = tuple(
-        Request(index, (row.arrival - start) / form.unit, *lengths[index]) for index, row in enumerate(rows)
-    )
-    return Trace(requests, form.name, skipped)
+    arrivals, size = [(row.arrival - start) / form.unit for row in rows], block_tokens or HASH_BLOCK_TOKENS
+    return [Request(i, arrivals[i], r.input_length, r.output_length, r.hash_ids, size) for i, r in enumerate(rows)]
 
 
 def _read_rows(
     name: str, file: IO[bytes], max_requests: int | None, units: MooncakeUnits
-) -> tuple[TraceFormat, list[TraceRow], int]:
+) -> tuple[TraceFormat, list[TraceRow]]:
     form: TraceFormat | None = None
     rows: list[TraceRow] = []
     number = skipped = 0
@@ -143,7 +114,7 @@ def _read_rows(
     if not rows:
         why = f"each of its {skipped} rows has 0 generated tokens" if skipped else "nothing follows its header"
         raise TraceError(name, number, f"the trace holds no request: {why}")
-    return form, rows, skipped
+    return form, rows
 
 
 def _numbered_lines(name: str, file: IO[bytes]) -> Iterator[tuple[int, str]]:
@@ -211,7 +182,6 @@ def short_trace(seed: int, n: int = 4) -> list[Request]:
     Every four requests hold a 1-token prompt, one that is a token short of the window, a short one, and one of more
     than two 128-token entries. The longest prompt never comes first: others decode while it is prefilled.
     """
-    check_count("n", n, 1)
     return _with_long_prompts(seed, 264, n, most_outputs=4)
 
 
@@ -223,12 +193,12 @@ def selecting_trace(seed: int, tokens: int, n: int = 4) -> list[Request]:
     prefilled. They arrive as those of `generated_trace`, and end sooner.
     """
     check_count("tokens", tokens, 1)
-    check_count("n", n, 1)
     return _with_long_prompts(seed, tokens, n, most_outputs=8)
 
 
 def _with_long_prompts(seed: int, tokens: int, n: int, *, most_outputs: int) -> list[Request]:
     """Return n requests: one in four has a prompt a little longer than `tokens`. most_outputs: tokens of an output."""
+    check_count("n", n, 1)
     rng = random.Random(seed)  # noqa: S311 - nothing secret
     lengths: list[int] = []
     while len(lengths) < n:

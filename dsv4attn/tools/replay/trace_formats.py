@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from reprlib import repr as short
-from typing import NamedTuple
 
 from attrs import frozen
 
@@ -102,9 +101,8 @@ def detect(text: str, units: MooncakeUnits) -> TraceFormat:
     lower = [column.lower() for column in columns]
     for name, columns_of_format in _CSV_COLUMNS.items():
         if all(column.lower() in lower for column in columns_of_format):
-            when, prompt, output = (_Column(column, lower.index(column.lower())) for column in columns_of_format)
             azure = name == "azure"
-            table = _Csv(len(columns), when, prompt, output, _iso_nanoseconds if azure else _seconds)
+            table = _Csv(lower, columns_of_format, _iso_nanoseconds if azure else _seconds)
             return TraceFormat(name, unit=10**9 if azure else 1, relative=azure, has_header=True, parse=table.parse)
     raise BadLineError(_header_problem(text, columns))
 
@@ -159,31 +157,26 @@ def _check_blocks(row: TraceRow, units: MooncakeUnits) -> None:
         raise BadLineError(f"hash_ids: expected {expected}, got {len(row.hash_ids)} -> {cure}")
 
 
-class _Column(NamedTuple):
-    name: str
-    place: int
-
-
 @frozen
 class _Csv:
-    width: int
-    when: _Column
-    prompt: _Column
-    output: _Column
+    """columns: of the file, in small letters. names: of the arrival, the prompt's tokens and the output's."""
+
+    columns: Sequence[str]
+    names: tuple[str, str, str]
     arrival: Callable[[str, str], int | float]
 
     def parse(self, text: str) -> TraceRow | None:
         cells = _csv_fields(text)
-        if len(cells) != self.width:
-            absent = [column.name for column in (self.when, self.prompt, self.output) if column.place >= len(cells)]
+        when, prompt, output = self.names
+        if len(cells) != len(self.columns):
+            absent = [name for name in self.names if self.columns.index(name.lower()) >= len(cells)]
             missing = f" ({', '.join(absent)} missing)" if absent else ""
-            raise BadLineError(f"expected {self.width} columns as in the header, got {len(cells)}{missing}")
-        arrived = self.arrival(self.when.name, cells[self.when.place])
-        generated = _integer(self.output.name, _as_number(cells[self.output.place]), 0)
-        prompt = _integer(self.prompt.name, _as_number(cells[self.prompt.place]), 1 if generated else 0)
-        row = TraceRow(arrived, prompt, generated)
-        _check_total(f"{self.prompt.name} + {self.output.name}", row)
-        return row if generated else None
+            raise BadLineError(f"expected {len(self.columns)} columns as in the header, got {len(cells)}{missing}")
+        arrived, prompted, generated = (cells[self.columns.index(name.lower())] for name in self.names)
+        arrival, outputs = self.arrival(when, arrived), _integer(output, _as_number(generated), 0)
+        row = TraceRow(arrival, _integer(prompt, _as_number(prompted), 1 if outputs else 0), outputs)
+        _check_total(f"{prompt} + {output}", row)
+        return row if outputs else None
 
 
 def _csv_fields(text: str) -> list[str]:

@@ -63,7 +63,6 @@ def test_flash_mla_gets_what_its_signature_says(
     assert peer is not None
 
     assert PEERS[name].available() is None
-    assert bool(peer.results()[0].isnan().all())
     peer.run()
     assert error([(peer.results()[0], task.expected[0])]).within(1e-2)
     peer.reset()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.bench.cases import ATTENTION, LAYER_OPS
+from dsv4attn.tools.bench.cases import ATTENTION
 from dsv4attn.tools.bench.plots.bars import SPEED, TRAFFIC, bars
 from dsv4attn.tools.bench.plots.scaling import scaling
 from dsv4attn.tools.bench.plots.sheet import DPI, FAINT, INK, colours_of
@@ -25,14 +25,15 @@ _TITLES = {
     "decode": "Decode on fp8 pages",
     "prefill": "Prefill on fp8 pages",
     "prefill-rows": "Prefill on gathered bf16 rows",
-    "memory": "Cache steps: insert, quantize, gather",
     "step": "Whole steps of forward_mqa",
+    "memory": "Cache steps: insert, quantize, gather",
     "index": "Index logits",
     "select": "Index logits and selection of 512 entries",
     "compress": "Compressor and index queries",
     "mhc": "Hyper-connections; of DeepGEMM the product of pre alone",
     "products": "Products with the weights of deterministic layers",
 }
+"""Titles of pictures of bars, by their names and in their order."""
 _MEMORY = ("insert", "quantize", "gather")
 
 
@@ -97,16 +98,11 @@ def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
 
 def _of_run(run: Run) -> Iterator[tuple[str, Figure]]:
     timed = [row for row in run.rows if row.median]
-    plain = [row for row in timed if not row.series]
     colours = colours_of(timed)
-    for kernel in (*ATTENTION, "step"):
-        rows = [row for row in plain if row.kernel == kernel]
+    for name, title in _TITLES.items():
+        rows = [row for row in timed if _picture(row) == name]
         if rows:
-            yield kernel, bars(run, rows, colours, _TITLES[kernel], SPEED)
-    for name, kernels in {"memory": _MEMORY, **{kernel: (kernel,) for kernel in LAYER_OPS}}.items():
-        rows = [row for row in plain if row.kernel in kernels]
-        if rows:
-            yield name, bars(run, rows, colours, _TITLES[name], TRAFFIC)
+            yield name, bars(run, rows, colours, title, SPEED if name in (*ATTENTION, "step") else TRAFFIC)
     lines = [row for row in timed if row.series]
     if lines:
         yield "scaling", scaling(run, lines, colours)
