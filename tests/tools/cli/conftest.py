@@ -13,13 +13,16 @@ from tests.backends.built_in import class_of, triton_backends
 from tests.tools.cli.machine import Machine, imported
 from tests.vendor_wheel import VendorWheels
 
-# imported before a machine takes TRITON_INTERPRET away: kernels of some modules would be interpreted, others not
-for name in triton_backends():
-    class_of(name)
+
+@pytest.fixture(scope="session")
+def backends_imported() -> None:
+    """Import all backends before a machine takes TRITON_INTERPRET away: some kernels would not be interpreted."""
+    for name in triton_backends():
+        class_of(name)
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backends_imported: None) -> Iterator[Machine]:
     """A machine without accelerators, with an empty working directory, and a torch for the CPU that can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
