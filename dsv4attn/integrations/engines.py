@@ -29,7 +29,7 @@ class Engine:
     lenient: whether that variable is unset when it is empty, and blanks around its names do not count.
     scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active.
     kernels: where it looks for compiled kernels of Triton: a variable with a folder, its default, a folder inside.
-    kinds: of devices on whose GPUs it can call dsv4attn.
+    kinds: kinds of devices, such as "cuda", on which it can call dsv4attn.
     options: those that its wheel sets for backends that have them.
     least_heads: heads of q, at least. It fills a rank's heads up to so many.
     """

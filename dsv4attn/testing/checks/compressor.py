@@ -75,9 +75,11 @@ def hold_bytes(now: U8, expected: U8, name: str, where: str = "") -> None:
 
 
 def hold_entries(oracle_cache: OracleCache, untouched: U8, rows: Iterable[tuple[int, Formula, str]]) -> Measure:
-    """Raise Wrong unless some slots hold their rows, and all other bytes of the pages are those of `untouched`.
+    """Check the cache after an op has stored entries. Raises Wrong if a slot has another row than expected.
 
-    rows: slot, row as it is stored but for the last rounding, and name in messages.
+    It also raises Wrong if any byte outside these slots changed.
+    untouched: bytes of all pages from before the op.
+    rows: of each entry its slot, its values before they are rounded to the cache's format, and a name for messages.
     """
     now, expected, worst = oracle_cache.bytes(), untouched.copy(), Measure()
     for slot, row, name in rows:

@@ -83,7 +83,7 @@ class EveryCode(SingleCall):
         return [*np.concatenate([codes, rope.astype("<u2").view(np.uint8), scales], 1)]
 
     def _fp8_codes(self) -> tuple[U8, U8]:
-        """Codes of each row, and scale bytes of its groups."""
+        """Codes [rows, dims], a byte for each coded dim, and scale bytes [rows, groups]."""
         nans = (0x80,) if self.layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
         codes = np.arange(self.layout.coded_dims, dtype=np.int64) % 256
         codes[np.isin(codes, nans)] = 0
@@ -92,7 +92,7 @@ class EveryCode(SingleCall):
         return np.tile(codes.astype(np.uint8), (self.rows, 1)), np.array(self.scales, dtype=np.uint8)[numbers]
 
     def _e2m1_codes(self, random: np.random.Generator) -> tuple[U8, U8]:
-        """Packed codes of each row, and scale bytes of its groups."""
+        """As `_fp8_codes`, with two codes of 4 bits in a byte [rows, dims / 2]."""
         groups = np.arange(self.rows * self.layout.num_groups).reshape(self.rows, -1)
         codes = np.stack([random.permutation(np.arange(self.layout.group_size) % 16) for _ in groups.flat])
         packed = pack_e2m1(codes.astype(np.uint8).reshape(self.rows, -1))

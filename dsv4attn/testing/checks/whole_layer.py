@@ -353,7 +353,7 @@ class Way:
 
     name: the way in words, for messages.
     steps: of each step, the requests and the number of their next tokens.
-    padding: of each step, the number of rows without a token; default: none.
+    padding: how many rows of each step have no token, by default none in any step.
     """
 
     name: str

@@ -326,8 +326,9 @@ def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]],
 
 
 def hold_values(result: Tensor | F64, formula: Formula, dtype: torch.dtype, what: str) -> Measure:
-    """Compare values with those of a formula, rounded to a dtype. Raises Wrong, naming the worst value of `what`.
+    """Compare an op's values with the exact values of a formula, which the op may round to its dtype.
 
+    what: the name of the values in messages. Raises Wrong with the place of the value that is furthest off.
     Returns the smallest error before the rounding that explains the value found, relative to the budget.
     """
     values = as_f64(result) if isinstance(result, Tensor) else np.asarray(result)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from attrs import define, evolve, field
 from dsv4attn_vllm.guard import is_before_0_33
+from released_sizes import KINDS
 from small_model import write_as_released
 from torch import Tensor
 from torch.nn import functional
@@ -49,7 +50,6 @@ except ImportError:  # vLLM 0.32
     get_global_kv_cache_groups = None
 
 REFERENCE, TORCH_OPS = ReferenceBackend(), LayerOps()
-KINDS = {"swa": "sliding_attention", "c4a": "compressed_sparse_attention", "c128a": "heavily_compressed_attention"}
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 256,

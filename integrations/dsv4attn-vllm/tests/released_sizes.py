@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+KINDS = {"swa": "sliding_attention", "c4a": "compressed_sparse_attention", "c128a": "heavily_compressed_attention"}
+"""Transformers' names of the kinds of layers."""
 RELEASED = {"index_n_heads": 64, "index_head_dim": 128, "max_position_embeddings": 65536}
 MODELS: dict[str, dict[str, Any]] = {
     "flash": {

@@ -14,8 +14,9 @@ from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.records import FP4_CACHE
-from engine import KINDS, config_of, with_images, world
+from engine import config_of, with_images, world
 from models import V4, V41, Model
+from released_sizes import KINDS
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -44,14 +44,11 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[2] / "dsv4attn-vllm" / "tests")]
 
+from released_sizes import KINDS, MODELS, RELEASED
+
 OF_SGLANG = "sglang"
 ENGINES = [OF_SGLANG, "dsv4attn", *(f"dsv4attn:{parts}" for parts in ("all", "none", "indexer", "gather"))]
 LAYERS = "swa c4a c128a c4a c128a c4a c128a c4a c128a c4a"
-KINDS = {
-    "swa": "sliding_attention",
-    "c4a": "compressed_sparse_attention",
-    "c128a": "heavily_compressed_attention",
-}
 FIGURES = {
     "first_token_s": ("first token, s", 3),
     "per_token_ms": ("per token, ms", 2),
@@ -66,7 +63,6 @@ REQUESTS = 256
 
 def write_model(folder: Path, kinds: list[str], experts: int) -> None:
     """Write the configuration of a model of these layers into a folder."""
-    from released_sizes import MODELS, RELEASED
     from small_model import write_as_released
     from transformers import DeepseekV4Config
 

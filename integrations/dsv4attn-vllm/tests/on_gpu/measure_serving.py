@@ -65,14 +65,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))
-from released_sizes import FP8, MODELS, RELEASED
+from released_sizes import FP8, KINDS, MODELS, RELEASED
 
 PLUGINS = OF_DSV4ATTN, OF_VLLM = "dsv4attn", "vllm"
-KINDS = {
-    "swa": "sliding_attention",
-    "c4a": "compressed_sparse_attention",
-    "c128a": "heavily_compressed_attention",
-}
 ENTRIES: dict[str, Any] = {
     **RELEASED,
     "head_dim": 512,
