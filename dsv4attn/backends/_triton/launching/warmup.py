@@ -7,6 +7,7 @@ Where the cache lacks many forms, worker processes compile them first.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,18 +41,18 @@ def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a ba
         return len(distinct)
     begin = time.perf_counter()
     forms = [(variant, far) for variant in distinct for far in ((False, True) if runtime.FAR_FORMS else (False,))]
-    with device_context(device), compiled() as seen:
+    # an engine may launch kernels in its own thread meanwhile, these among them
+    ours = f"dsv4attn-warmup-{threading.get_ident()}"
+    with device_context(device), compiled(ours) as seen:
         in_workers, workers = compile_in_processes(forms, driver.active.get_current_target())
-        with ThreadPoolExecutor(threads()) as executor:
+        with ThreadPoolExecutor(threads(), ours) as executor:
             with triton.AsyncCompileMode(executor):
                 kernels = [_compile(variant, far=far) for variant, far in forms]
             # all of them, and the first error
             list(executor.map(_build_launcher, kernels))
         for kernel in kernels:
             _load(kernel)
-    # an engine's own kernels may be compiled in another thread meanwhile
-    names = {variant.name for variant in distinct}
-    here = [name for name, hit in seen if name in names and not hit]
+    here = [name for name, hit in seen if not hit]
     seconds, new, processes = time.perf_counter() - begin, in_workers + len(here), workers + bool(here)
     # few names tell what an image lacks
     which = f" ({', '.join(sorted({*here}))})" if 0 < new == len(here) < FEWEST_FORMS else ""
@@ -93,17 +94,19 @@ def _load(kernel: CompiledKernel) -> None:
 
 
 @contextmanager
-def compiled() -> Iterator[list[tuple[str, bool]]]:
+def compiled(by: str = "") -> Iterator[list[tuple[str, bool]]]:
     """Collect the kernels that this process compiles inside a `with` block: (name, whether Triton's disk cache had it).
 
     Both cases stall a request. A launch of a variant that this process has compiled before adds nothing.
+    by: what the names of the compiling threads begin with.
     """
     seen: list[tuple[str, bool]] = []
     knobs = triton.knobs.compilation
     previous_listener = knobs.listener
 
     def listen(**event: Any) -> None:  # noqa: ANN401 - Triton's arguments
-        seen.append((event["src"].name, event["cache_hit"]))
+        if threading.current_thread().name.startswith(by):
+            seen.append((event["src"].name, event["cache_hit"]))
         if previous_listener is not None:
             previous_listener(**event)
 
