@@ -21,8 +21,12 @@ from small_model import logprobs
 from on_gpu.scenarios import PAGE, SCENARIOS, TENSOR_PARALLEL, V41_SCENARIOS, Scenario
 
 HERE = Path(__file__).parent
-RMS, GAP = 0.05, 0.1
-"""Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. SGLang computes in bf16."""
+RMS, GAP, GAP_V41 = 0.05, 0.1, 0.2
+"""Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. SGLang computes in bf16.
+
+In V4.1 it rounds entries and index keys more: an H200 had an rms of 0.042 with SGLang's own attention, and a gap of
+0.146.
+"""
 TIMEOUT = 240
 
 BY_SGLANG_TOO = [s for s in SCENARIOS if not (s.backend or s.parts != "all")]
@@ -85,7 +89,7 @@ def check_scenario(
     (results / f"{name}.figures.json").write_text(json.dumps(figures, indent=1))
     print(name, figures)
     assert found["rms"] < RMS
-    assert found.get("gap", 0) < GAP
+    assert found.get("gap", 0) < (GAP_V41 if scenario in V41_SCENARIOS else GAP)
     if scenario.is_accepting:
         assert 0 < numbers["accepted"] < numbers["drafts"]
     return {**served, **figures}
