@@ -134,10 +134,10 @@ def bench(
     to 262,144 index keys: prompts of --tokens, 2,048 by default, and decodes of --batches, 1, 8 and 64 by default.
 
     v41_r1 and v41_r2 are layers of DeepSeek-V4.1. Calls that read pages are timed there with records of 584/584,
-    528/528 and 528/288 bytes (window/compressed). The last column is the speed as a multiple of that with 584/584.
+    528/528 and 528/288 bytes (window/compressed). A second table has the speedup over 584/584.
 
-    --peers calls other libraries through their public functions, if they can be imported. Files of --save are read by
-    --compare and --from, on any machine.
+    --peers calls other libraries through their public functions, if they can be imported. A second table has the
+    speedups over them, the fastest first. Files of --save are read by --compare and --from, on any machine.
 
     --plot draws a picture of each kernel, and one of speeds relative to FlashMLA's, decodes above prompts. Runs of
     several commands on one machine get one picture of speeds with --from A --from B --plot DIR.
