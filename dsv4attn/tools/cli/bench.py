@@ -16,8 +16,19 @@ from attrs import evolve
 from dsv4attn.errors import NoBackendError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import check_folder, check_matplotlib, check_request, console, require_torch, write_file
-from dsv4attn.tools.cli.options import JSON, PATH, SAVE, command_line, integer, named_words, number_list, options, text
+from dsv4attn.tools.cli.common import check_matplotlib, check_request, console, require_torch, write_file
+from dsv4attn.tools.cli.options import (
+    JSON,
+    PATH,
+    SAVE,
+    command_line,
+    integer,
+    named_words,
+    number_list,
+    options,
+    target_folder,
+    text,
+)
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -83,7 +94,7 @@ ALL = "all"
         type=PATH,
         help="List what is slower than in the file OLD, which --save has written.",
     ),
-    text("--plot", metavar="DIR", type=PATH, help="Draw pictures into the folder DIR."),
+    text("--plot", metavar="DIR", type=PATH, callback=target_folder, help="Draw pictures into the folder DIR."),
     text(
         "--from",
         "sources",
@@ -165,7 +176,6 @@ def bench(
         from dsv4attn.tools.bench.plots import check_together
 
         check_matplotlib(", or save with --save FILE and draw it elsewhere with --from FILE")
-        check_folder(plot, "folder of --plot")
     runs = [load(source, "--from") for source in sources]
     if plot:
         check_together(runs)

@@ -325,7 +325,7 @@ def test_files_of_another_machine_are_warned_about(machine: Machine, tmp_path: P
         (["decode", "--from", "none.json"], "--from shows a saved run"),
         (["--from", "a.json", "--from", "b.json", "--save", "c.json"], "--save and --compare go with one --from"),
         (["--from", "a.json", "--from", "b.json", "--compare", "c.json"], "--save and --compare go with one --from"),
-        (["--plot", "file/below"], "of --plot: expected one that can be written, got file/below: Not a directory"),
+        (["--plot", "file/below"], "a folder: expected one that can be written, got file/below: Not a directory"),
         (["--save", "nowhere/run.json"], "expected a file in a folder that exists"),
     ],
 )
