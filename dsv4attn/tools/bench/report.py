@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich import box
@@ -20,6 +22,8 @@ from dsv4attn.tools.bench.runner import BEST, FAILED, MEASURED, REFUSED, WRONG, 
 _STYLES = {WRONG: "bold red", FAILED: "red", REFUSED: "yellow"}
 SHOWN = 12
 """Lines of each kind of change that are printed; JSON has all."""
+_CASE = 25
+"""Letters of a case that fit beside its numbers in 80 columns."""
 _EXPOSED = "*: the host's own time is part of it: the call waits for the device, or takes long to enqueue"
 
 
@@ -46,7 +50,7 @@ def _table(
     )
     for i, heading in enumerate(headings):
         # never cut off: a narrow terminal folds the line instead
-        wide = max(len(line[i]) for line in (headings, *lines, sums) if line)
+        wide = max(len(line[i]) for line in (headings, *lines, sums) if len(line) > i)
         total = sums[i] if sums else ""
         table.add_column(Text(heading), total, justify="left" if i < words else "right", no_wrap=True, min_width=wide)
     first_above = None
@@ -88,28 +92,39 @@ def run_text(run: Run) -> Group:
     for row in run.rows:
         groups.setdefault(row.series or row.kernel, []).append(row)
     for title, rows in groups.items():
-        parts.append(_kernel_table(title, rows))
+        parts.extend(_kernel_tables(title, rows))
     parts.extend(layer_tables(run.layers))
     parts.extend(_lines(run))
     return Group(*parts)
 
 
-def _kernel_table(title: str, rows: Sequence[BenchRow]) -> Table:
-    """One line for each row, without the reasons of rows that have no time: those are listed below the tables."""
-    peers = list(dict.fromkeys(peer for row in rows for peer in row.vs))
-    headings = ["case", "by", "time us", "spread", "TFLOP/s", "GB/s", "roofline", "error", *(f"x {p}" for p in peers)]
-    several, paired = len(peers) > 1, any(row.records for row in rows)
-    headings += ["best peer", "x best"] if several else []
-    headings += ["x 584/584"] if paired else []
-    lines = []
-    for row in rows:
-        ratios = [f"{row.vs[peer]:.2f}" if peer in row.vs else "" for peer in peers]
-        ratios += [row.best_peer or "", f"{row.vs_best:.2f}" if row.vs_best else ""] if several else []
-        ratios += [f"{row.vs_584:.2f}" if row.vs_584 else ""] if paired else []
-        # the kernel is in the title
-        lines.append([row.case.partition(" ")[2], row.by, *_numbers(row), *ratios])
-    styles = [_STYLES.get(row.state, "dim" if row.is_peer else "") for row in rows]
-    return _table(f"scaling: {title}" if rows[0].series else title, headings, lines, words=2, styles=styles)
+def _kernel_tables(kernel: str, rows: Sequence[BenchRow]) -> Iterator[Table]:
+    """Numbers of each row, below its case where several rows have it, then speedups. Reasons are listed elsewhere."""
+    title = f"scaling: {kernel}" if rows[0].series else kernel
+    by = list(dict.fromkeys(row.by for row in rows))
+    # the kernel is in the title
+    cases = [row.case.partition(" ")[2] for row in rows]
+    nested = len(by) > 1 or max(map(len, cases)) > _CASE
+    lines, styles = list[Sequence[str]](), list[str]()
+    for i, (case, row) in enumerate(zip(cases, rows, strict=True)):
+        if nested and (i == 0 or case != cases[i - 1]):
+            names = textwrap.wrap(case, _CASE)
+            lines += [[name] for name in names]
+            styles += [""] * len(names)
+        lines.append([f"  {row.by}" if nested else case, *_numbers(row)])
+        styles.append(_STYLES.get(row.state, "dim" if row.is_peer else ""))
+    headings = ["case, by" if nested else "case", "time us", "spread", "TFLOP/s", "GB/s", "roofline", "error"]
+    yield _table(title if nested else f"{title}, {by[0]}", headings, lines, words=1, styles=styles)
+
+    speedups: dict[tuple[str, str], dict[str, str]] = {}
+    for case, row in zip(cases, rows, strict=True):
+        over = dict(sorted(row.vs.items(), key=itemgetter(1))) | ({"584/584": row.vs_584} if row.vs_584 else {})
+        for name, ratio in over.items():
+            speedups.setdefault((case, name), {})[row.by] = f"{ratio:.2f}"
+    if speedups:
+        ours = [name for name in by if any(name in ratios for ratios in speedups.values())]
+        lines = [[*names, *(ratios.get(name, "") for name in ours)] for names, ratios in speedups.items()]
+        yield _table(f"{title}: speedup", ["case", "over", *ours], lines, words=2)
 
 
 def _numbers(row: BenchRow) -> list[str]:
@@ -137,12 +152,12 @@ def _lines(run: Run) -> Iterator[Text]:
     for (kernel, by, peer), ratio in geomeans(run.rows).items():
         rows = [row for row in run.rows if (row.series or row.kernel, row.by) == (kernel, by)]
         count = sum(1 for row in rows if (row.vs if peer == BEST else peer in row.vs))
-        yield Text(f"{kernel}: {by} runs at {ratio:.2f} of {peer}'s speed (geometric mean of {count} cases)")
+        yield Text(f"{kernel}: {by} runs at {ratio:.2f} of {peer}'s speed (geometric mean of {counted(count, 'case')})")
     for (kernel, by, records), ratio in pair_means(run.rows).items():
         count = sum(bool(row.vs_584) for row in run.rows if (row.kernel, row.by, row.records) == (kernel, by, records))
         yield Text(
             f"{kernel}: on {records} {by} runs at {ratio:.2f} of its own speed on 584/584 "
-            f"(geometric mean of {count} cases)"
+            f"(geometric mean of {counted(count, 'case')})"
         )
     if any(row.exposed for row in run.rows):
         yield Text(_EXPOSED)

@@ -16,8 +16,19 @@ from attrs import evolve
 from dsv4attn.errors import NoBackendError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
-from dsv4attn.tools.cli.common import check_folder, check_matplotlib, check_request, console, require_torch, write_file
-from dsv4attn.tools.cli.options import JSON, PATH, SAVE, command_line, integer, named_words, number_list, options, text
+from dsv4attn.tools.cli.common import check_matplotlib, check_request, console, require_torch, write_file
+from dsv4attn.tools.cli.options import (
+    JSON,
+    PATH,
+    SAVE,
+    command_line,
+    integer,
+    named_words,
+    number_list,
+    options,
+    target_folder,
+    text,
+)
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -83,7 +94,7 @@ ALL = "all"
         type=PATH,
         help="List what is slower than in the file OLD, which --save has written.",
     ),
-    text("--plot", metavar="DIR", type=PATH, help="Draw pictures into the folder DIR."),
+    text("--plot", metavar="DIR", type=PATH, callback=target_folder, help="Draw pictures into the folder DIR."),
     text(
         "--from",
         "sources",
@@ -134,10 +145,10 @@ def bench(
     to 262,144 index keys: prompts of --tokens, 2,048 by default, and decodes of --batches, 1, 8 and 64 by default.
 
     v41_r1 and v41_r2 are layers of DeepSeek-V4.1. Calls that read pages are timed there with records of 584/584,
-    528/528 and 528/288 bytes (window/compressed). The last column is the speed as a multiple of that with 584/584.
+    528/528 and 528/288 bytes (window/compressed). A second table has the speedup over 584/584.
 
-    --peers calls other libraries through their public functions, if they can be imported. Files of --save are read by
-    --compare and --from, on any machine.
+    --peers calls other libraries through their public functions, if they can be imported. A second table has the
+    speedups over them, the fastest first. Files of --save are read by --compare and --from, on any machine.
 
     --plot draws a picture of each kernel, and one of speeds relative to FlashMLA's, decodes above prompts. Runs of
     several commands on one machine get one picture of speeds with --from A --from B --plot DIR.
@@ -165,7 +176,6 @@ def bench(
         from dsv4attn.tools.bench.plots import check_together
 
         check_matplotlib(", or save with --save FILE and draw it elsewhere with --from FILE")
-        check_folder(plot, "folder of --plot")
     runs = [load(source, "--from") for source in sources]
     if plot:
         check_together(runs)

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
+from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import complete
+from dsv4attn.tools.cli.common import check_folder
 
 _LARGEST = 2**31 - 1
 """Largest number that an option without a bound of its own takes: what a 32-bit index can count."""
@@ -150,6 +152,16 @@ def target_file(ctx: click.Context, parameter: click.Parameter, value: str | Non
     if is_new:
         path.unlink()
     return path
+
+
+def target_folder(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """The path of a folder that files can be written into, checked as `target_file` does. It is not made."""
+    if value is not None and not ctx.resilient_parsing:
+        try:
+            check_folder(value, "a folder")
+        except ArgumentError as error:
+            raise click.BadParameter(str(error), param=parameter) from None
+    return value
 
 
 PATH = _SomePath(path_type=Path)

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from on_gpu.measure_serving import kernels_of, measured, prompts_of, table_of, write_model
+import pytest
+from click.testing import CliRunner
+from on_gpu.measure_serving import kernels_of, main, measured, prompts_of, table_of, write_model
 from rich.console import Console
 
 
@@ -47,6 +49,35 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
         console.print(table_of(report))
     assert "2 x 8,192" in captured.get()
     assert "0.500" in captured.get()
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "why"),
+    [
+        ("--json", "missing/out.json", "expected a file in a folder that exists"),
+        ("--json", ".", "expected a file in a folder that exists"),
+        ("--json", "/proc/out.json", "cannot be written: "),
+        ("--folder", "file", "Not a directory"),
+        ("--folder", "file/below", "Not a directory"),
+        ("--folder", "/proc/out", "No such file or directory"),
+        ("--profile", "file", "expected a folder that does not exist yet"),
+        ("--profile", "file/below", "Not a directory"),
+        ("--profile", "/proc/out", "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_written_is_an_error_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, path: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+
+    result = CliRunner().invoke(main, [option, path], env={"COLUMNS": "200"})
+
+    assert result.exit_code == 2, result.exception
+    assert f"Invalid value for '{option}'" in result.stderr
+    assert path in result.stderr
+    assert why in result.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_kernels_of_a_profile_are_summed_by_name() -> None:

@@ -249,6 +249,32 @@ def test_tokens_are_spread_over_experts_evenly() -> None:
         assert torch.equal(weights, torch.full((tokens, 6), 1 / 6))
 
 
+@pytest.mark.parametrize(
+    ("option", "path", "why"),
+    [
+        ("--json", "missing/out.json", "expected a file in a folder that exists"),
+        ("--json", ".", "expected a file in a folder that exists"),
+        ("--json", "/proc/out.json", "cannot be written: "),
+        *((option, path, "Not a directory") for option in ("--folder", "--profile") for path in ("file", "file/below")),
+        *((option, "/proc/out", "No such file or directory") for option in ("--folder", "--profile")),
+    ],
+)
+def test_what_cannot_be_written_is_an_error_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, path: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(measure_serving, "Engine")
+    Path("file").touch()
+
+    result = CliRunner().invoke(measure_serving.main, [option, path], env={"COLUMNS": "200"})
+
+    assert result.exit_code == 2, result.exception
+    assert f"Invalid value for '{option}'" in result.stderr
+    assert path in result.stderr
+    assert why in result.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
 def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILS, "at start")
 

@@ -41,6 +41,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from dsv4attn.tools.cli.options import PATH, target_file, target_folder
+
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[2] / "dsv4attn-vllm" / "tests")]
 
@@ -257,11 +259,11 @@ def object_of(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any
     return found
 
 
-def new_folder(_: click.Context, __: click.Parameter, folder: Path | None) -> Path | None:
-    """A folder that does not exist yet."""
+def new_folder(ctx: click.Context, parameter: click.Parameter, folder: Path | None) -> Path | None:
+    """A folder that does not exist yet, and can be made."""
     if folder and folder.exists():
         raise click.BadParameter(f"expected a folder that does not exist yet, got {folder}")
-    return folder
+    return target_folder(ctx, parameter, folder)
 
 
 @click.command(help=__doc__)
@@ -282,14 +284,9 @@ def new_folder(_: click.Context, __: click.Parameter, folder: Path | None) -> Pa
 @click.option(
     "--options", "more", default="{}", callback=object_of, help="of SGLang's Engine, more for all engines, as JSON"
 )
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="for logs")
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    callback=new_folder,
-    help="new folder for profiles of each engine in each case",
-)
-@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="file for the results")
+@click.option("--folder", type=PATH, callback=target_folder, help="for logs")
+@click.option("--profile", type=PATH, callback=new_folder, help="new folder for profiles of each engine in each case")
+@click.option("--json", "out", callback=target_file, help="file for the results")
 def main(
     *,
     layers: list[str],
@@ -343,9 +340,6 @@ def main(
         "options": more,
         "cases": [],
     }
-    if out:
-        # an error now, not after the first case
-        out.write_text(json.dumps(report) + "\n")
     links = {name: started(name, options, folder) for name in dict.fromkeys(engines or ("dsv4attn", OF_SGLANG))}
     wait_for(links, start_limit, folder)
     try:

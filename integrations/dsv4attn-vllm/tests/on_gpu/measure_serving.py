@@ -64,6 +64,8 @@ from attrs import define, field
 from rich.console import Console
 from rich.table import Table
 
+from dsv4attn.tools.cli.options import PATH, target_file, target_folder
+
 sys.path.append(str(Path(__file__).parents[1]))
 from released_sizes import FP8, KINDS, MODELS, RELEASED
 
@@ -554,16 +556,21 @@ def case_of(text: str) -> tuple[int, int]:
     show_default=True,
     help="tokens are spread over experts evenly, or by the model's router, whose weights are random",
 )
-@click.option("--profile", type=Path, help="folder for profiles of each engine in each case")
+@click.option("--profile", type=PATH, callback=target_folder, help="folder for profiles of each engine in each case")
 @click.option("--memory", default=8.0, show_default=True, help="GiB of the caches of keys of each engine")
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
 @click.option("--at-once", is_flag=True, help="start both engines at once; how long they take is then not measured")
 @click.option("--options", "more", default="{}", help="of vLLM's LLM, more for both engines, as JSON")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
 @click.option("--engine-process", is_flag=True, help="schedule and run steps in a process of their own; no profiles")
-@click.option("--folder", type=Path, help="for logs and compiled code; with that of an earlier run, both start warm")
+@click.option(
+    "--folder",
+    type=PATH,
+    callback=target_folder,
+    help="for logs and compiled code; with that of an earlier run, both start warm",
+)
 @click.option("--only", type=click.Choice([OF_DSV4ATTN, OF_VLLM]), help="one engine alone")
-@click.option("--json", "out", type=Path, help="file for the results")
+@click.option("--json", "out", callback=target_file, help="file for the results")
 def main(
     *,
     model: str,
