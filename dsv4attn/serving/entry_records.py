@@ -45,10 +45,14 @@ class EntryRecords:
         """Copy the entries of a step to the host.
 
         requests: (sequence, number of its tokens), as in `CacheManager.batch`, whose lengths have not advanced yet.
-        Raises what `check` raises, and takes nothing then.
+        Raises what `check` raises, and ArgumentError for more tokens than a step has. It takes nothing then.
         """
         self.check(requests)
         tokens = count_tokens(requests)
+        for buffer in self.buffers.values():
+            if tokens > len(buffer):
+                expected = f"at most {len(buffer)} tokens, those of a step"
+                raise ArgumentError("requests", expected=expected, actual=tokens)
         of_layers = [buffer[:tokens] for buffer in self.buffers.values()]
         of_step = (
             torch.stack(of_layers, 1).cpu() if of_layers else torch.empty(tokens, 0, dtype=torch.int32, device="cpu")
@@ -92,12 +96,14 @@ class EntryRecords:
     def of(self, sequence: CachedSequence) -> dict[int, Tensor]:
         """[tokens, K] int32 on the CPU for each layer that selects, by its number: ascending entries, then -1.
 
-        sequence: one whose steps were taken.
+        Tokens that `CacheManager.truncate` took back are not among them. Ask before the sequence is freed, or such
+        tokens are.
+        sequence: one whose steps were taken, and have advanced.
         """
         parts = self._records.get(sequence, [])
         if len(parts) > 1:
             parts[:] = [torch.cat(parts)]
-        whole = parts[0] if parts else None
+        whole = parts[0][: None if sequence.owner is None else sequence.length] if parts else None
         return {
             layer.index: self._none(layer) if whole is None else whole[:, i] for i, layer in enumerate(self._selecting)
         }

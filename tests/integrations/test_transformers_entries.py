@@ -75,10 +75,33 @@ def test_what_has_no_entries_is_refused() -> None:
             call(model, ids_of(model, 25))
         with pytest.raises(ArgumentError, match=r"position_ids\[0\]: .* no padding before the tokens, got \[0, 0\]"):
             call(model, ids, position_ids=(torch.arange(20) - 3).clamp(min=0)[None])
-    layer, rows = next(iter(entries.items()))
-    rows[9, 0] = 2
-    with (
-        replay_entries(model, [entries]),
-        pytest.raises(ArgumentError, match=rf"entries that position 9 sees on layer {layer}, got \[2, "),
-    ):
-        call(model, ids)
+        for positions in ([*range(12), *range(8)], [*range(-1, 19)]):
+            with pytest.raises(ArgumentError, match=r"position_ids\[0\]: expected positions of one sequence"):
+                call(model, ids, position_ids=torch.tensor([positions]))
+        padded = call(model, ids, position_ids=torch.tensor([[*range(15), *[1] * 5]])).logits
+        torch.testing.assert_close(padded[:, :15], call(model, ids).logits[:, :15], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        # what the wheel for vLLM writes for a token that it did not record
+        (lambda rows: rows.index_fill(0, torch.tensor([9]), -2), r"\[1\]\[9\]: expected ascending .* got \[-2, "),
+        (lambda rows: rows.index_fill(0, torch.tensor([9]), 2), r"\[1\]\[9\]: expected ascending numbers below 2"),
+        (lambda rows: rows + 0.5, r"\[1\]: expected \[tokens, 3\] int32, got \[20, 3\] float32"),
+        (lambda rows: rows[:, :2], r"\[1\]: expected \[tokens, 3\] int32, got \[20, 2\] int32"),
+        (lambda rows: rows.tolist(), r"\[1\]: expected a Tensor, got list"),
+    ],
+    ids=["unknown", "unseen", "floats", "columns", "list"],
+)
+def test_entries_that_nobody_recorded_are_refused(changed: Any, message: str) -> None:
+    from dsv4attn.integrations.transformers import replay_entries
+
+    model = new_model()
+    visible = (torch.arange(20) + 1) // 4
+    rows = torch.where(torch.arange(3) < visible[:, None], torch.arange(3), -1).int()
+    entries = {i: rows for i, kind in enumerate(model.config.layer_types) if kind == "compressed_sparse_attention"}
+    with replay_entries(model, [entries]):
+        call(model, ids_of(model, 20))
+    with pytest.raises(ArgumentError, match=rf"entries\[0\]{message}"):
+        replay_entries(model, [{**entries, 1: changed(rows)}]).__enter__()

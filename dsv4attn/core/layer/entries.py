@@ -13,7 +13,7 @@ from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["NO_ENTRIES", "StepEntries", "visible_entries"]
+__all__ = ["NO_ENTRIES", "StepEntries", "check_entries", "visible_entries"]
 
 
 @frozen(eq=False)
@@ -58,7 +58,8 @@ class StepEntries:
             name = f"record_entries[{prefix!r}]"
             check_strides(written=(name,), **{name: record})
         if inject is not None and not captured:
-            _check_values(f"inject_entries[{prefix!r}]", inject, metadata)
+            tokens = metadata.swa.num_actual_tokens
+            check_entries(f"inject_entries[{prefix!r}]", inject[:tokens], visible_entries(metadata))
         return cls(record, inject)
 
     def keep(self, topk_indices: Tensor, metadata: AttentionMetadata) -> None:
@@ -83,10 +84,11 @@ def _check_form(name: str, entries: Tensor, tokens: int, buffer: Tensor) -> None
         raise ArgumentError(name, expected=f"int32 on {buffer.device}", actual=actual)
 
 
-def _check_values(name: str, entries: Tensor, metadata: AttentionMetadata) -> None:
-    """Raise ArgumentError unless each token has entries that it sees, ascending, and -1 after them."""
-    entries = entries[: metadata.swa.num_actual_tokens]
-    lens = visible_entries(metadata)
+def check_entries(name: str, entries: Tensor, lens: Tensor) -> None:
+    """Raise ArgumentError unless each token has entries that it sees, ascending, and -1 after them.
+
+    entries: [T, K]. lens: [T] - how many entries each token sees.
+    """
     ends = entries[:, 1:] < 0
     ascends = ends | ((entries[:, :-1] >= 0) & (entries[:, 1:] > entries[:, :-1]))
     wrong = ~ascends.all(1) | (entries < -1).any(1) | (entries >= lens[:, None]).any(1)

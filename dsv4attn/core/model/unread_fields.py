@@ -61,9 +61,9 @@ _OBEYED_OF_V41: Mapping[str, Any] = {"hc_pre_from_prev_sublayer": True}
 _WORDS = frozenset(
     {
         *("attention", "attentions", "attn", "candidate", "candidates", "compress", "compressed", "compression"),
-        *("compressor", "hc", "heads", "index", "indexer", "key", "keys", "kv", "latent", "mhc", "mla"),
-        *("position", "positions", "qk", "qkv", "queries", "query", "rope", "rotary", "sink", "sinks", "sliding"),
-        *("softmax", "sparse", "topk", "window", "yarn"),
+        *("compressor", "csa", "dsa", "hc", "hca", "heads", "index", "indexer", "key", "keys", "kv", "latent", "mhc"),
+        *("mla", "position", "positions", "qk", "qkv", "queries", "query", "rope", "rotary", "sink", "sinks"),
+        *("sliding", "softmax", "sparse", "swa", "topk", "window", "yarn"),
     }
 )
 """Words that the name of a field of attention has."""

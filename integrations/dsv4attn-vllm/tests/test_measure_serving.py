@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import time
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -273,6 +273,44 @@ def test_what_cannot_be_written_is_an_error_before_an_engine_starts(
     assert path in result.stderr
     assert why in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cases", "8x1024,64"], "expected different cases such as 8x1024, got '8x1024,64'"),
+        (["--cases", "257x8"], "at most 256 requests of 16384 tokens with their answers, got 257x8"),
+        (["--cases", "1x16321"], "got 1x16321 and 64 tokens"),
+        (["--layers", "c4"], "expected some of swa, c4a, c128a"),
+        (["--options", "[]"], "expected a JSON object, got '[]'"),
+        (["--options", "seed"], "expected a JSON object, got 'seed'"),
+        (["--tokens", "1"], "1 is not in the range x>=2"),
+        (["--turns", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_an_engine_starts(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure_serving, "Engine", lambda *_: pytest.fail("an engine started"))
+    result = CliRunner().invoke(measure_serving.main, options)
+    words = " ".join(result.output.replace("│", " ").split())
+
+    assert result.exit_code == 2, result.exception
+    assert message in words
+
+
+@pytest.mark.parametrize("options", [[], ["--at-once"]])
+def test_engines_end_with_the_command_whatever_happens(
+    tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure_serving.Run, "start", interrupted)
+    _, result = run(tmp_path, *options)
+
+    assert result.exit_code == 1
+    assert not active_children()
 
 
 def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,8 @@ def test_the_records_of_a_sequence_are_the_same_however_it_was_run(
     for part in (hidden[:17], hidden[17:20], stack.hidden(1, 3)):
         recorded(stack, records, cut, part)
     manager.truncate(cut, 20)
+    for index, entries in records.of(cut).items():
+        assert torch.equal(entries, expected[index][:20])
     recorded(stack, records, cut, hidden[20:31])
     fork = manager.fork(cut)
     records.fork(cut, fork)
@@ -182,6 +184,8 @@ def test_tokens_without_records_are_refused() -> None:
     for nothing in (records.of(sequence), {}):
         with pytest.raises(ArgumentError, match="entries of 6 tokens for layer 1, got 0"):
             records.injected([(sequence, 1)], [nothing])
+    with pytest.raises(ArgumentError, match="at most 64 tokens, those of a step, got 65"):
+        records.take([(stack.manager.new(), 65)])
 
 
 def test_steps_without_tokens_and_records_that_outlive_inference_mode() -> None:

@@ -267,6 +267,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"attn_logit_softcapping": 50.0, "use_sparse_mla": False},
         r"not read here: attn_logit_softcapping=50\.0, use_sparse_mla=False",
     ),
+    "kinds of layers by short names": (
+        {"swa_layers": [1], "csa_rate": 8, "hca_layers": [2]},
+        r"not read here: swa_layers=\[1\].*, csa_rate=8.*, hca_layers=\[2\]",
+    ),
     "biases": ({"attention_bias": True}, "'attention_bias': expected False, got True"),
     "more heads of keys": ({"num_key_value_heads": 8}, "'num_key_value_heads': expected 1, got 8"),
     "another window": ({"window_size": 64}, "'window_size': expected 128, got 64"),

@@ -45,6 +45,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -530,21 +531,58 @@ def prompts_of(count: int, length: int, turn: int) -> list[list[int]]:
     return [[draw.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
 
 
-def case_of(text: str) -> tuple[int, int]:
-    """(requests, tokens of a prompt) of a text such as 64x1024."""
-    count, _, length = text.partition("x")
-    return int(count), int(length)
+def cases_of(_: click.Context, __: click.Parameter, text: str) -> list[tuple[int, int]]:
+    """(requests, tokens of a prompt) of each case of "8x1024,64x1024"."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", case.strip()) for case in text.split(",")]
+    shapes = [(int(case[1]), int(case[2])) for case in found if case]
+    if len({*shapes}) < len(found):
+        raise click.BadParameter(f"expected different cases such as 8x1024, got {text!r}")
+    return shapes
+
+
+def check_cases(cases: Sequence[tuple[int, int]], tokens: int, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for a case whose requests do not all run at once, or are too long with their answers."""
+    requests, longest = options["max_num_seqs"], options["max_model_len"]
+    for count, length in cases:
+        if count > requests or length + tokens > longest:
+            expected = f"at most {requests} requests of {longest} tokens with their answers"
+            raise click.UsageError(f"--cases: expected {expected}, got {count}x{length} and {tokens} tokens")
+
+
+def kinds_of(_: click.Context, __: click.Parameter, text: str | None) -> list[str] | None:
+    """Kinds of layers; None for none."""
+    kinds = text if text is None else text.split()
+    if kinds is not None and not (kinds and {*kinds} <= KINDS.keys()):
+        raise click.BadParameter(f"expected some of {', '.join(KINDS)}, with spaces between them, got {text!r}")
+    return kinds
+
+
+def object_of(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
+    """A JSON object."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise click.BadParameter(f"expected a JSON object, got {text!r}")
 
 
 @click.command(help=__doc__)
 @click.option("--model", type=click.Choice([*MODELS]), default="flash", show_default=True)
-@click.option("--layers", help="kinds of layers, with spaces between them; by default those that fit twice in 80 GB")
-@click.option("--experts", type=int, help="in a layer, as one rank of expert parallelism has; by default all")
 @click.option(
-    "--cases", default="1x1024,8x1024,64x1024,256x1024,1x8192,8x8192,64x8192", show_default=True, help="REQUESTSxTOKENS"
+    "--layers",
+    "kinds",
+    callback=kinds_of,
+    help="kinds of layers, with spaces between them; by default those that fit twice in 80 GB",
 )
-@click.option("--tokens", default=64, show_default=True, help="that each request generates")
-@click.option("--turns", default=3, show_default=True, help="of each engine, after one that is not counted")
+@click.option("--experts", type=click.IntRange(6), help="in a layer, as one of several ranks has; by default all")
+@click.option(
+    "--cases",
+    default="1x1024,8x1024,64x1024,256x1024,1x8192,8x8192,64x8192",
+    show_default=True,
+    callback=cases_of,
+    help="REQUESTSxTOKENS",
+)
+@click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="that each request generates")
+@click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="of each engine, after one more")
 @click.option("--parts", default="all", show_default=True, help="DSV4ATTN_VLLM_PARTS")
 @click.option("--linear-backend", default="auto", show_default=True, help="of vLLM, in both engines")
 @click.option("--max-num-batched-tokens", default=8192, show_default=True, help="of a step")
@@ -560,7 +598,7 @@ def case_of(text: str) -> tuple[int, int]:
 @click.option("--memory", default=8.0, show_default=True, help="GiB of the caches of keys of each engine")
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that an engine may take to start")
 @click.option("--at-once", is_flag=True, help="start both engines at once; how long they take is then not measured")
-@click.option("--options", "more", default="{}", help="of vLLM's LLM, more for both engines, as JSON")
+@click.option("--options", "more", default="{}", callback=object_of, help="of vLLM's LLM, for both engines, as JSON")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
 @click.option("--engine-process", is_flag=True, help="schedule and run steps in a process of their own; no profiles")
 @click.option(
@@ -574,9 +612,9 @@ def case_of(text: str) -> tuple[int, int]:
 def main(
     *,
     model: str,
-    layers: str | None,
+    kinds: list[str] | None,
     experts: int | None,
-    cases: str,
+    cases: list[tuple[int, int]],
     tokens: int,
     turns: int,
     parts: str,
@@ -588,7 +626,7 @@ def main(
     memory: float,
     start_limit: float,
     at_once: bool,
-    more: str,
+    more: dict[str, Any],
     gpus: int,
     engine_process: bool,
     folder: Path | None,
@@ -599,7 +637,7 @@ def main(
     if (engine_process or gpus > 1) and profile is not None:
         cure = "take one GPU" if gpus > 1 else "leave --engine-process out"
         raise click.UsageError(f"--profile needs steps in the process that it profiles: {cure}")
-    kinds = (layers or LAYERS[model]).split()
+    kinds = kinds or LAYERS[model].split()
     experts = experts or EXPERTS[model]["n_routed_experts"]
     options = {
         "model": model_folder(model, kinds, experts),
@@ -615,8 +653,9 @@ def main(
         "linear_backend": linear_backend,
         "compilation_config": {"cudagraph_capture_sizes": [int(count) for count in captured.split()]},
         **({"tensor_parallel_size": gpus} if gpus > 1 else {}),
-        **json.loads(more),
+        **more,
     }
+    check_cases(cases, tokens, options)
     folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-vllm-"))
     folder.mkdir(parents=True, exist_ok=True)
     say(f"logs: {folder}")
@@ -632,7 +671,7 @@ def main(
         "max_num_batched_tokens": max_num_batched_tokens,
         "memory_gib": memory,
         "routing": routing,
-        "options": json.loads(more),
+        "options": more,
         **({"engine_process": True} if engine_process else {}),
         **({"gpus": gpus} if gpus > 1 else {}),
         "ready_s": {},
@@ -641,18 +680,23 @@ def main(
     }
     run, environment = Run(report, out), {ROUTING: EVEN} if routing == EVEN else {}
     environment |= ENGINE_PROCESS if engine_process or gpus > 1 else {}
+    # an error now, not after the first start
+    run.save()
+    engines: list[Engine] = []
     try:
         chosen = [plugin for plugin in PLUGINS if only in (None, plugin)]
-        engines = ((plugin, Engine(plugin, options, folder, parts, environment)) for plugin in chosen)
-        for plugin, engine in [*engines] if at_once else engines:
-            run.start(plugin, engine, start_limit, is_alone=not at_once)
-        for case in cases.split(","):
-            run.measure(*case_of(case))
-        if profile is not None:
-            for case in cases.split(","):
-                run.profile(*case_of(case), profile / case)
+        for plugin in chosen:
+            engines.append(Engine(plugin, options, folder, parts, environment))
+            if not at_once:
+                run.start(plugin, engines[-1], start_limit)
+        for plugin, engine in zip(chosen, engines, strict=True) if at_once else ():
+            run.start(plugin, engine, start_limit, is_alone=False)
+        for count, length in cases:
+            run.measure(count, length)
+        for count, length in cases if profile is not None else ():
+            run.profile(count, length, profile / f"{count}x{length}")
     finally:
-        for engine in run.engines.values():
+        for engine in engines:
             engine.close()
     Console(width=WIDTH).print(table_of(report))
     if not report["cases"]:
