@@ -185,6 +185,27 @@ def test_engines_run_in_processes_of_their_own_where_nothing_is_profiled(tmp_pat
     assert "--profile needs steps in the process that it profiles: take one GPU" in " ".join(refused.output.split())
 
 
+def test_an_engine_holds_what_one_of_several_ranks_has(tmp_path: Path) -> None:
+    report, result = run(tmp_path, "--rank-of", "8", "--only", OF_DSV4ATTN, "--folder", str(tmp_path))
+
+    options = json.loads((tmp_path / "dsv4attn.log").read_text().split("\n")[0].removeprefix("first line "))
+    config = json.loads(Path(options["model"], "config.json").read_text())
+    names = (
+        "num_attention_heads",
+        "o_groups",
+        "moe_intermediate_size",
+        "vocab_size",
+        "n_routed_experts",
+        "index_n_heads",
+    )
+    assert [config[name] for name in names] == [8, 1, 256, 16160, 256, 64]
+    assert report["rank_of"] == 8
+    assert "flash, 6 layers of one of 8 ranks, a device" in " ".join(result.output.split())
+    assert "ranks with equal shares of a model of flash, got 3" in " ".join(
+        CliRunner().invoke(measure_serving.main, ["--rank-of", "3"]).output.split()
+    )
+
+
 def test_steps_of_decode_alone_are_those_between_the_last_first_token_and_the_first_last_token() -> None:
     """Tokens come a little before a step ends. The step of 9 s is a stall; in the last two, requests are missing."""
     ends = [1.0, 2.0, 4.0, 6.0, 15.0, 17.0, 18.0, 19.0]
@@ -376,6 +397,10 @@ def pages_of(tmp_path: Path, *reports: dict[str, Any]) -> tuple[list[dict[str, A
 
 
 def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
+    _, lines = pages_of(tmp_path, report_of(gpus=2, rank_of=8))
+    assert "256 experts in each, as one of 8 tensor-parallel ranks has them, without what ranks exchange. " in lines[3]
+    assert "exchange. 2 x NVIDIA H100, torch" in lines[3]
+    (tmp_path / "file.json").unlink()
     _, lines = pages_of(tmp_path, report_of())
 
     assert lines == [

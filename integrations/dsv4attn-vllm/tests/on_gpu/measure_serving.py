@@ -22,6 +22,9 @@ fit, and attention has its share of a step as there, where ranks exchange tokens
 With `--gpus N` both engines divide heads and experts over the same N GPUs (`tensor_parallel_size`), by turns, and
 `--memory` is of each GPU. `--options '{"enable_expert_parallel": true}'` gives each GPU whole experts.
 
+With `--rank-of N` both engines hold on one GPU what each of N tensor-parallel ranks has: an Nth of the heads, of the
+groups of the output projection, of the columns of every expert, and of the vocabulary. What ranks exchange is left out.
+
 Weights are equal in both engines, and tokens of a step are spread over the experts evenly, unless `--routing model` is
 passed: a model with random weights sends tokens to few experts or to many, by chance, and experts are most of a step.
 
@@ -83,6 +86,8 @@ EXPERTS = {
     "flash": {"n_routed_experts": 256, "moe_intermediate_size": 2048},
     "pro": {"n_routed_experts": 384, "moe_intermediate_size": 3072},
 }
+SHARED = "num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"
+"""Sizes of which each tensor-parallel rank has a part."""
 LAYERS = {"flash": "swa c4a c128a c4a c128a c4a", "pro": "c4a c128a"}
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 """Numbers of tokens for which graphs are captured."""
@@ -118,12 +123,22 @@ PROFILE_ROWS = 70
 """Lines of a profile."""
 
 
-def model_folder(model: str, kinds: Sequence[str], experts: int) -> str:
-    """A folder with the configuration of a model of these layers, with a number of experts in each."""
+def sizes_of(model: str, ranks: int) -> dict[str, Any]:
+    """Sizes of a model as one of so many tensor-parallel ranks has them. Raises UsageError if ranks would differ."""
+    sizes = {**ENTRIES, **MODELS[model], **EXPERTS[model]}
+    shared = {name: divmod(sizes[name], ranks) for name in SHARED}
+    columns = shared["moe_intermediate_size"][0]
+    # blocks of 128 columns have a scale each
+    if any(rest for _, rest in shared.values()) or columns % FP8["weight_block_size"][1]:
+        raise click.UsageError(f"--rank-of: expected ranks with equal shares of a model of {model}, got {ranks}")
+    return {**sizes, **{name: size for name, (size, _) in shared.items()}}
+
+
+def model_folder(kinds: Sequence[str], sizes: Mapping[str, Any]) -> str:
+    """A folder with the configuration of a model of these layers."""
     from transformers import DeepseekV4Config
 
     types = [KINDS[kind] for kind in kinds]
-    sizes = {**ENTRIES, **MODELS[model], **EXPERTS[model], "n_routed_experts": experts}
     layers = {"layer_types": types, "mlp_layer_types": ["moe"] * len(types)}
     config = DeepseekV4Config(**sizes, **layers, num_hidden_layers=len(types))
     folder = tempfile.mkdtemp(prefix="dsv4attn-vllm-")
@@ -528,7 +543,8 @@ def prompts_of(count: int, length: int, turn: int) -> list[list[int]]:
     import random
 
     draw = random.Random(f"{count} {length} {turn}")
-    return [[draw.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
+    # below the vocabulary of any rank
+    return [[draw.randrange(1000, 16000) for _ in range(length)] for _ in range(count)]
 
 
 def cases_of(_: click.Context, __: click.Parameter, text: str) -> list[tuple[int, int]]:
@@ -600,6 +616,9 @@ def object_of(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any
 @click.option("--at-once", is_flag=True, help="start both engines at once; how long they take is then not measured")
 @click.option("--options", "more", default="{}", callback=object_of, help="of vLLM's LLM, for both engines, as JSON")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
+@click.option(
+    "--rank-of", type=click.IntRange(min=1), default=1, show_default=True, help="ranks, of which each engine is one"
+)
 @click.option("--engine-process", is_flag=True, help="schedule and run steps in a process of their own; no profiles")
 @click.option(
     "--folder",
@@ -628,6 +647,7 @@ def main(
     at_once: bool,
     more: dict[str, Any],
     gpus: int,
+    rank_of: int,
     engine_process: bool,
     folder: Path | None,
     only: str | None,
@@ -638,9 +658,10 @@ def main(
         cure = "take one GPU" if gpus > 1 else "leave --engine-process out"
         raise click.UsageError(f"--profile needs steps in the process that it profiles: {cure}")
     kinds = kinds or LAYERS[model].split()
-    experts = experts or EXPERTS[model]["n_routed_experts"]
+    sizes = sizes_of(model, rank_of)
+    experts = sizes["n_routed_experts"] = experts or sizes["n_routed_experts"]
     options = {
-        "model": model_folder(model, kinds, experts),
+        "model": model_folder(kinds, sizes),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "disable_log_stats": False,
@@ -674,6 +695,7 @@ def main(
         "options": more,
         **({"engine_process": True} if engine_process else {}),
         **({"gpus": gpus} if gpus > 1 else {}),
+        **({"rank_of": rank_of} if rank_of > 1 else {}),
         "ready_s": {},
         "failed": {},
         "cases": [],
@@ -698,9 +720,9 @@ def main(
     finally:
         for engine in engines:
             engine.close()
-    Console(width=WIDTH).print(table_of(report))
     if not report["cases"]:
         raise click.ClickException("no engine was measured")
+    Console(width=WIDTH).print(table_of(report))
 
 
 def say(text: str) -> None:
@@ -741,7 +763,8 @@ def started(report: Mapping[str, Any]) -> str:
 def table_of(report: Mapping[str, Any]) -> Table:
     """The results as a table."""
     device = f"{report.get('gpus', 1)} x {report.get('device', 'no device')}".removeprefix("1 x ")
-    title = f"{report['model']}, {len(report['layers'])} layers, {device}, {report['date']}"
+    rank = f" of one of {report['rank_of']} ranks" if "rank_of" in report else ""
+    title = f"{report['model']}, {len(report['layers'])} layers{rank}, {device}, {report['date']}"
     heads, *rows = rows_of(report)
     caption = f"{started(report)} vLLM: with its own attention; ratio: dsv4attn / vLLM"
     table = Table(title=title, caption=caption)

@@ -53,13 +53,16 @@ def title_of(report: Mapping[str, Any]) -> str:
     kinds = ", ".join(f"{number} {kind}" for kind, number in Counter(layers).items())
     model = f"**{report['model'].capitalize()}'s sizes, {len(layers)} layers** ({kinds})"
     experts = f"{report['experts']} experts in each"
+    if ranks := report.get("rank_of"):
+        experts += f", as one of {ranks} tensor-parallel ranks has them, without what ranks exchange"
     versions = f"torch {report['torch']}, Triton {report['triton']}, vLLM {report['vllm']}"
     parts = f"parts `{report['parts']}`, {report['tokens']} tokens of each answer"
     limits = f"at most {report['max_num_batched_tokens']:,} tokens in a step, {report['memory_gib']:g} GiB of caches"
     linears = "" if report["linears"] == "auto" else f"linears of vLLM by `{report['linears']}`, "
     options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
     routing = "tokens spread over experts evenly, " if report["routing"] == "even" else ""
-    machine = f"{report['device']}, {versions}, {report['date']}"
+    gpus = f"{report['gpus']} x " if "gpus" in report else ""
+    machine = f"{gpus}{report['device']}, {versions}, {report['date']}"
     process = "the engine in a process of its own, " if report.get("engine_process") else ""
     chosen = f"{linears}{routing}{options}{process}medians of {report['turns']} turns"
     return f"{model}, {experts}. {machine}; {parts}, {limits}, {chosen}. {started(report)}"
