@@ -1,4 +1,4 @@
-"""What the reference writes into V4.1's records and reads back, byte for byte, judged by an independent packer."""
+"""What the reference and the oracle write into V4.1's records, byte for byte, judged by an independent packer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.testing.kit.tolerances import written
 from tests.core.cache.v41_packer import FLASHMLA, VLLM, bf16, pack_fp4, pack_fp8, page_of, unpack_fp4, unpack_fp8
 
 SPLIT = Arrangement.SPLIT
@@ -89,6 +90,7 @@ def test_records_are_those_of_the_packer_and_no_other_byte_is_written(
     ReferenceBackend().quantize_and_insert_k_cache(torch.from_numpy(rows).to(dtype), cache, torch.arange(12))
 
     records = [packed(row, layout) for row in rows]
+    np.testing.assert_array_equal([written(row, layout) for row in rows], records, "the oracle's")
     np.testing.assert_array_equal(cache.tensor.numpy(), pages(records, layout, 3))
     np.testing.assert_array_equal(gathered(cache).numpy(), [unpacked(record, layout) for record in records])
 

@@ -16,7 +16,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache import fp4, key_codecs
 from dsv4attn.core.cache import index_records as records
 from dsv4attn.core.cache.layout import Arrangement, PagedKVCache
-from dsv4attn.core.torch_ops import compressor
+from dsv4attn.core.torch_ops import compressor, indexer
 from dsv4attn.core.torch_ops.arguments import MixWeights, StatePages
 from tests.layer_ops import TorchOps
 
@@ -269,6 +269,10 @@ def _rolled(values: Tensor, by: int) -> Tensor:
 
 def without_relu(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:
     return torch.bmm(weights[:, None], torch.bmm(q, k.mT)).squeeze(1)
+
+
+def rounded_scores(*given: Any) -> Tensor:
+    return indexer.scores(*given).bfloat16().float()
 
 
 def relu_drops_nan(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import AttentionCall, Products
 from tests.testing import mutants, mutants_ranks, mutants_shared, mutants_sizes, mutants_weights
 from tests.testing.mutants import (
     GATHER,
@@ -321,6 +322,23 @@ def test_a_mutant_fails_the_kit_where_its_clause_is(mutant: str) -> None:
 )
 def test_what_mutants_are_made_of_passes(made: Callable[[], Any], clauses: str) -> None:
     none_fail(made, clauses)
+
+
+class Fp8Queries(ReferenceBackend):
+    """A backend that rounds the queries of decodes to fp8."""
+
+    def decode(self, call: AttentionCall) -> None:
+        super().decode(attrs.evolve(call, q=call.q.to(torch.float8_e4m3fn).to(call.q.dtype)))
+
+
+@pytest.mark.parametrize(("products", "judge"), [(Products.BF16, all_fail), (Products.FP8, none_fail)])
+def test_budgets_are_those_of_the_products_that_a_backend_declares(
+    products: Products, judge: Callable[[Callable[[], Any], str], object]
+) -> None:
+    backend = Fp8Queries()
+    backend.capabilities = attrs.evolve(backend.capabilities, products=products)
+
+    judge(lambda: backend, "decode-swa,call-plain-c4a-decode")
 
 
 def test_largest_logits_are_asked_only_of_backends_that_have_them() -> None:

@@ -159,6 +159,10 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
         slip(SELECT, patched=((selection, "scores", wrong.without_relu),)),
         "select-fp8,scores-fp8,select-zeros",
     ),
+    "scores rounded to bf16": (
+        slip(SELECT, patched=((selection, "scores", wrong.rounded_scores),)),
+        "select-random,scores-bf16",
+    ),
     "one visible count a request": (
         slip(SELECT, with_field("token_map", visible_lens=wrong.of_the_request)),
         "select-verify,select-1031",

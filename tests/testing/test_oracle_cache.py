@@ -11,6 +11,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
+from dsv4attn.testing.checks.selection import score_errors
 from dsv4attn.testing.kit.factories import layout, layouts, normal, tiny_geometry
 from dsv4attn.testing.kit.oracle_cache import AFTER_PAGE, UNWRITTEN, OracleCache, PagePlacement, place_of
 from dsv4attn.testing.kit.random_step import step
@@ -111,6 +112,19 @@ def test_caches_of_a_step_may_have_two_layouts() -> None:
     wrong = attrs.evolve(whole_step, compressed_layout=None).run(backend)
     with pytest.raises(AssertionError, match="budgets"):
         attrs.evolve(whole_step, layout=layout("ocp"), outliers=True).compare(*wrong)
+
+
+@pytest.mark.parametrize(("bits", "unit"), [(8, 2.0**-8), (14, 2.0**-14), (24, 2.0**-20)])
+def test_errors_of_scores_are_those_of_sums_that_keep_some_bits(bits: int, unit: float) -> None:
+    """Of sums of 128 products in fp32 about 2^-20; heads whose sums are negative add exactly 0."""
+    q, keys = (np.abs(normal((seed,), np.arange(count), 128)) for seed, count in ((1, 3), (2, 5)))
+    weights = np.array([0.5, -2.0, 1.0])
+    errors = score_errors(q, weights, keys, bits)
+    sizes = np.linalg.norm(keys, axis=1) * (np.linalg.norm(q, axis=1) @ np.abs(weights))
+
+    assert (0.9 * unit * sizes < errors).all()
+    assert (errors < 2 * unit * sizes).all()
+    assert not score_errors(-q, weights, keys, bits).any()
 
 
 def test_a_step_may_select_nothing() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 for name in [name for name in os.environ if name.startswith("DSV4ATTN_")]:
     del os.environ[name]
+# the import of SGLang makes this folder, before a fixture could name another temporary folder
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(sys.prefix) / "inductor-cache")
 
 import fakes
 

@@ -23,6 +23,8 @@ from typing import Any
 os.environ.update(
     # what vLLM remembers of model classes, which takes it a process of its own to find out
     VLLM_CACHE_ROOT=str(Path(sys.prefix) / "vllm-cache" / version("vllm")),
+    # the import of vLLM makes this folder, before a fixture could name another temporary folder
+    TORCHINDUCTOR_CACHE_DIR=str(Path(sys.prefix) / "inductor-cache"),
     VLLM_TARGET_DEVICE="cpu",
     # set and empty: vLLM keeps Triton enabled on a machine without a driver
     CUDA_VISIBLE_DEVICES="",
