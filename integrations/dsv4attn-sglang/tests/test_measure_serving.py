@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from on_gpu.measure_serving import kernels_of, measured, prompts_of, table_of, write_model
+import pytest
+from click.testing import CliRunner
+from on_gpu.measure_serving import kernels_of, main, measured, prompts_of, table_of, write_model
 from rich.console import Console
 
 
@@ -47,6 +49,22 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
         console.print(table_of(report))
     assert "2 x 8,192" in captured.get()
     assert "0.500" in captured.get()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cases", "1x16321"], "at most 16384 tokens of a request with its answer, got 16385"),
+        (["--cases", "257x8"], "of at most 256 requests, got '257x8'"),
+        (["--layers", "c4"], "expected some of"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_an_engine_starts(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(main, [*options, "--folder", str(tmp_path)])
+
+    assert (result.exit_code, message in " ".join(result.output.replace("│", " ").split())) == (2, True), result.output
 
 
 def test_kernels_of_a_profile_are_summed_by_name() -> None:
