@@ -184,12 +184,15 @@ def _tokenspeed() -> EngineState:
         why, cure = f"{named} is broken: {first_line(error)}", f"reinstall {state.wheel}, or uninstall it"
         return evolve(state, why=why, cure=cure, traceback=trace_of(error))
     state = evolve(state, tested=(tested,), is_tested=state.version == tested)
-    if os.environ.get(variable, "").strip() == "0":
+    flags = {name: os.environ.get(name, "").strip() for name in (variable, f"{variable}_ANY_VERSION")}
+    wrong = [name for name, value in flags.items() if value not in ("", "0", "1")]
+    if flags[variable] == "0" and not wrong:
         return evolve(state, state="off", why=f"{variable}=0 switches {named} off", cure=f"unset {variable}")
     why = f"{named} was tested with {tested} only"
-    if not state.is_tested and os.environ.get(f"{variable}_ANY_VERSION", "").strip() != "1":
+    if wrong or (not state.is_tested and flags[f"{variable}_ANY_VERSION"] != "1"):
         cure = f"install {state.package}=={tested}, or set {variable}_ANY_VERSION=1 to try this version"
-        return evolve(state, why=why, cure=cure)
+        said = (f"environment variable {wrong[0]}: expected 0 or 1", "correct it") if wrong else (why, cure)
+        return evolve(state, why=said[0], cure=said[1])
     state = evolve(state, served=True, scope="in every op that has a kernel of the wheel")
     if state.is_tested:
         return evolve(state, state="active", why=f"{named} was tested with this version")

@@ -80,6 +80,22 @@ def test_what_cannot_be_written_is_an_error_before_an_engine_starts(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cases", "1x16321"], "at most 16384 tokens of a request with its answer, got 16385"),
+        (["--cases", "257x8"], "of at most 256 requests, got '257x8'"),
+        (["--layers", "c4"], "expected some of"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_an_engine_starts(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(main, [*options, "--folder", str(tmp_path)])
+
+    assert (result.exit_code, message in " ".join(result.output.replace("│", " ").split())) == (2, True), result.output
+
+
 def test_kernels_of_a_profile_are_summed_by_name() -> None:
     times = [("a", 10, 5), ("b", 20, 1), ("a", 30, 5)]
     events = [{"cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in times]

@@ -29,9 +29,12 @@ OPS = (
 def register() -> None:
     """Register a kernel for each op, unless `DSV4ATTN_TOKENSPEED=0`. TokenSpeed's `discover_plugins` calls it.
 
-    Raises RuntimeError for a version that was not tested, which TokenSpeed shows as a warning before it goes on with
-    its own kernels. `DSV4ATTN_TOKENSPEED_ANY_VERSION=1` tries such a version.
+    Raises RuntimeError for a version that was not tested, and for a variable that is neither 0 nor 1, which TokenSpeed
+    shows as a warning before it goes on with its own kernels. `DSV4ATTN_TOKENSPEED_ANY_VERSION=1` tries such a version.
     """
+    for name in (SWITCH, ANY_VERSION):
+        if os.environ.get(name, "").strip() not in ("", "0", "1"):
+            raise RuntimeError(f"dsv4attn-tokenspeed: environment variable {name}: expected 0 or 1 -> correct it")
     if os.environ.get(SWITCH, "").strip() == "0":
         return
     try:

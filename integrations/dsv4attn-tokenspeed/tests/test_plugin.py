@@ -49,6 +49,9 @@ def test_an_untested_version_is_refused_and_the_switch_registers_nothing(monkeyp
         RuntimeError, match=r"expected 0\.1\.4, got 0\.2\.0 -> install tokenspeed_kernel==0\.1\.4, or set"
     ):
         dsv4attn_tokenspeed.register()
+    monkeypatch.setenv("DSV4ATTN_TOKENSPEED", "off")
+    with pytest.raises(RuntimeError, match="DSV4ATTN_TOKENSPEED: expected 0 or 1"):
+        dsv4attn_tokenspeed.register()
     monkeypatch.setenv("DSV4ATTN_TOKENSPEED", "0")
     dsv4attn_tokenspeed.register()
     assert KernelRegistry.get()._by_name == {}

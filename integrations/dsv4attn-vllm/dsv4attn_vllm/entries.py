@@ -12,6 +12,7 @@ import os
 import re
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -48,6 +49,14 @@ def check_entries(vllm_config: Any, parts: frozenset[str], *, v41: bool) -> None
     }
     for expected in (expected for expected, is_refused in refused.items() if is_refused):
         raise RefusedError(name, expected=expected, actual=folder_of_entries(), cure=cure)
+    folder = Path(folder_of_entries())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        # now, and not when the first request has ended
+        raise RefusedError(name, expected="a folder to write files in", actual=str(error), cure=cure) from error
 
 
 def _file_name(request: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,3 +189,15 @@ def test_what_cannot_be_recorded_is_refused(
     parallel = SimpleNamespace(use_ubatching=microbatches, pipeline_parallel_size=stages)
     with pytest.raises(RefusedError, match=f"DSV4ATTN_VLLM_ENTRIES: expected .*{why}"):
         check_entries(SimpleNamespace(parallel_config=parallel), frozenset(parts), v41=v41)
+
+
+def test_a_folder_that_takes_no_file_is_refused_before_a_request_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=False, pipeline_parallel_size=1))
+    (tmp_path / "file").touch()
+    for folder, refused in ((tmp_path / "new" / "entries", False), (tmp_path / "file" / "entries", True)):
+        monkeypatch.setenv("DSV4ATTN_VLLM_ENTRIES", str(folder))
+        with pytest.raises(RefusedError, match="expected a folder to write files in") if refused else nullcontext():
+            check_entries(vllm_config, frozenset({"indexer"}), v41=False)
+    assert [*(tmp_path / "new" / "entries").iterdir()] == []

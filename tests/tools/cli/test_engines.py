@@ -383,6 +383,7 @@ SPEED: list[tuple[str, dict[str, str], str, str]] = [
         "off",
         "DSV4ATTN_TOKENSPEED=0 switches dsv4attn-tokenspeed 0.1.0 off -> un",
     ),
+    ("0.1.4", {"DSV4ATTN_TOKENSPEED": "off"}, "broken", "variable DSV4ATTN_TOKENSPEED: expected 0 or 1 -> correct it"),
     (
         "0.2.0",
         {},

@@ -328,6 +328,10 @@ def main(
         "random_seed": 0,
         **more,
     }
+    longest = max(length for _, length in cases) + tokens
+    if longest > options["context_length"]:
+        expected = f"at most {options['context_length']} tokens of a request with its answer"
+        raise click.UsageError(f"--cases: expected {expected}, got {longest}")
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),

@@ -57,13 +57,14 @@ def title_of(report: Mapping[str, Any]) -> str:
         experts += f", as one of {ranks} tensor-parallel ranks has them, without what ranks exchange"
     versions = f"torch {report['torch']}, Triton {report['triton']}, vLLM {report['vllm']}"
     parts = f"parts `{report['parts']}`, {report['tokens']} tokens of each answer"
+    gpus = report.get("gpus", 1)
     limits = f"at most {report['max_num_batched_tokens']:,} tokens in a step, {report['memory_gib']:g} GiB of caches"
+    limits += " on each GPU" * (gpus > 1)
     linears = "" if report["linears"] == "auto" else f"linears of vLLM by `{report['linears']}`, "
     options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
     routing = "tokens spread over experts evenly, " if report["routing"] == "even" else ""
-    gpus = f"{report['gpus']} x " if "gpus" in report else ""
-    machine = f"{gpus}{report['device']}, {versions}, {report['date']}"
-    process = "the engine in a process of its own, " if report.get("engine_process") else ""
+    machine = f"{gpus} x {report['device']}, {versions}, {report['date']}".removeprefix("1 x ")
+    process = "the engine in a process of its own, " if report.get("engine_process") or gpus > 1 else ""
     chosen = f"{linears}{routing}{options}{process}medians of {report['turns']} turns"
     return f"{model}, {experts}. {machine}; {parts}, {limits}, {chosen}. {started(report)}"
 
