@@ -42,14 +42,14 @@ def places(layout: KVCacheLayout, i: int, size: int) -> U8:
     return np.concatenate([data + np.arange(codes + plain), scale + np.arange(scales)])
 
 
-def held(layout: KVCacheLayout, records: list[U8], size: int, gap: int = 32, *, pads: int = 0xFF) -> PagedKVCache:
+def held(layout: KVCacheLayout, records: list[U8], size: int) -> PagedKVCache:
     """A cache of these records, 0xFF elsewhere, and in the padding after scales too."""
-    blocks, stride = -(-len(records) // size), layout.page_stride(size) + gap
+    blocks, stride = -(-len(records) // size), layout.page_stride(size) + 32
     memory = np.full((blocks, stride), 0xFF, dtype=np.uint8)
     for i, record in enumerate(records):
         place = places(layout, i % size, size)
         memory[i // size, place] = record
-        memory[i // size, place[layout.data_bytes + layout.num_groups :]] = pads
+        memory[i // size, place[layout.data_bytes + layout.num_groups :]] = 0xFF
     cache = PagedKVCache(torch.from_numpy(memory)[:, : layout.page_bytes(size)], layout, block_size=size)
     return PagedKVCache(same_memory_on(cache.tensor, DEVICE), layout, block_size=size)
 
