@@ -1,7 +1,7 @@
 """The device-neutral part of attention: shapes, bytes, index arithmetic, memory, orchestration.
 
-Reading order: `geometry` (models), `layout` (caches), `metadata` and `builder` (batches), `workspace` and `chunking`
-(memory), `contract` (backends), `forward` (the run of a layer).
+Reading order: `model` (geometry and weights), `cache` (layouts), `metadata` (batches), `memory` (workspace and chunks),
+`contract` (backends), `attention`, `layer` (the run of a layer), `context_parallel`.
 """
 
 from __future__ import annotations

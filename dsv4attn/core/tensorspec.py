@@ -236,10 +236,10 @@ def signature(*values: object) -> tuple[object, ...]:
     return tuple(parts)
 
 
-def device_of(device: torch.device | str | int, argument: str = "device") -> torch.device:
+def device_of(device: torch.device | str | int) -> torch.device:
     """The device of this name. Raises ArgumentError for a name that torch does not have."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         hint = "write it as torch does: 'cpu', 'cuda', 'cuda:1', 'xpu'"
-        raise ArgumentError(argument, expected="a torch device", actual=repr(device), hint=hint) from error
+        raise ArgumentError("device", expected="a torch device", actual=repr(device), hint=hint) from error

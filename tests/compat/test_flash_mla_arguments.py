@@ -107,16 +107,6 @@ def test_records_may_come_as_any_type_of_one_byte(dtype: torch.dtype) -> None:
     assert torch.equal(out, same)
 
 
-def test_lengths_count_from_none_to_all() -> None:
-    args = decode_args()
-    longest, _ = flash_mla_with_kvcache(**args)
-    out, lse = flash_mla_with_kvcache(**args, topk_length=torch.tensor([0, TOPK, TOPK], dtype=torch.int32))
-
-    assert not out[0].any()
-    assert bool((lse[0] == torch.inf).all())
-    assert torch.equal(out[1:], longest[1:])
-
-
 def test_a_second_cache_without_columns_is_no_second_cache() -> None:
     none = torch.zeros((B, S_Q, 0), dtype=torch.int32)
     out, lse = flash_mla_with_kvcache(**decode_args(extra_k_cache=cache_of(7), extra_indices_in_kvcache=none))

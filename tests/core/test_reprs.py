@@ -31,7 +31,7 @@ from dsv4attn.errors import ArgumentError, WorkspaceError
 from tests.harness import SMALL
 
 PACKAGE = Path(dsv4attn.__file__).parent
-OF_FUNCTIONS = {"Arithmetic", "DeepseekV4DecoderLayer", "DeepseekV41DecoderLayer", "LayerOps"}
+OF_FUNCTIONS = {"Arithmetic", "LayerOps", "_Sublayers"}
 """Classes whose fields are functions of tensors, or layers."""
 
 

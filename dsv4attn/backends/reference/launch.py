@@ -148,7 +148,7 @@ class ReferenceBackend(Backend):
     def inv_rope_o_proj(
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int
     ) -> Tensor:
-        """See `contract.Backend`. wo_a may be block-scaled fp8 too, see `weights.dense_weight`."""
+        """See `contract.Backend`. wo_a may be block-scaled fp8 too, see `quantized_weight.dense_weight`."""
         check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache)
         weight = dense_weight(wo_a)
         check_strides(wo_a=weight)

@@ -385,7 +385,7 @@ def check_projection(
     num_groups: int,
     layer: LayerGeometry,
     *,
-    converts: bool = True,
+    converts: bool,
 ) -> None:
     """Raise ArgumentError unless the arguments of the grouped projection fit each other; nothing is converted.
 
@@ -408,7 +408,7 @@ def check_projection(
     _check_positions(positions, cos_sin_cache, lambda: (o != 0).flatten(1).any(1))
 
 
-def check_output(o: Tensor, wo_a: Weight, wo_b: Weight, *, converts: bool = True) -> None:
+def check_output(o: Tensor, wo_a: Weight, wo_b: Weight, *, converts: bool) -> None:
     """Raise ArgumentError unless wo_b [hidden, G * rank] follows wo_a [G * rank, H / G * D]; nothing is converted.
 
     o, wo_a, converts: of `check_projection`, which checked them. An fp8 wo_b is to be converted.

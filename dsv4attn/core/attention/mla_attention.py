@@ -165,16 +165,16 @@ class DeepseekV4MLAAttention:
         self.caches = caches
         self._op_tensors = op_tensor(swa), op_tensor(compressed)
 
-    def raw_query(self, positions: Tensor, cos_sin_cache: Tensor | None = None) -> RawQuery | None:
+    def raw_query(self, positions: Tensor, cos_sin_cache: Tensor) -> RawQuery | None:
         """What attention needs to normalise and rotate q of these positions; None if the insert always does it.
 
         positions: [T'] int64 position of each row of q.
-        cos_sin_cache: the table of the layer, or a copy of it in a compiled graph; None: that of the layer.
+        cos_sin_cache: the table of the layer, or a copy of it in a compiled graph.
         """
         eps = self.geometry.q_eps
         if not self._takes_raw_q or eps is None or self.exchange.ownership is not None:
             return None
-        return RawQuery(positions, self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache, eps)
+        return RawQuery(positions, cos_sin_cache, eps)
 
     def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         """Normalise and rotate q [T', H, D] in place; rotate a copy of kv [T', D] and write it to the window cache.

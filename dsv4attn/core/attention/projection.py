@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from dsv4attn.core.argument_checks import shown
 from dsv4attn.core.attention.checks import check_backend, check_output, check_projection
-from dsv4attn.core.attention.rank_sum import sum_over_ranks
+from dsv4attn.core.attention.rank_sum import check_group, sum_over_ranks
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import CodedMatrix, Weight, dense_weight, scaled_weight
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import Linear
 from dsv4attn.core.torch_ops.tiles import linear as torch_linear
-from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +43,9 @@ def o_proj(
 
     o: [T, H, D] bf16 or fp32; it is not changed. positions: [T] int64, rows of the table; padding rows may have any.
     cos_sin_cache: [positions, rope_dim] fp32. wo_a: [G * rank, H / G * D], bf16 or fp32, a `BlockScaledWeight`, or a
-    module with an fp8 weight and its scales. fp8 is converted to bf16 in the first call, see `weights.dense_weight`; a
-    backend that `projects_fp8` gets its codes and scales instead, and rounds o to fp8.
+    module with an fp8 weight and its scales. fp8 is converted to bf16 in the first call, see
+    `quantized_weight.dense_weight`; a backend that `projects_fp8` gets its codes and scales instead, and rounds o to
+    fp8.
     Returns z [T, G, rank] in the dtype of o, with fp32 sums.
     Raises ArgumentError before anything is converted or launched.
     """
@@ -86,7 +85,7 @@ def output_projection(
     check_projection(o, positions, cos_sin_cache, wo_a, num_groups, layer, converts=converts)
     check_output(o, wo_a, wo_b, converts=converts)
     if process_group is not None:
-        _check_group(process_group)
+        check_group("process_group", process_group, or_none=", or None")
     first = _given(wo_a, converts=converts)
     z = backend.inv_rope_o_proj(o, positions, cos_sin_cache, first, num_groups).flatten(1)
     if isinstance(wo_b, CodedMatrix) and z.dtype == torch.bfloat16:
@@ -107,11 +106,3 @@ def _given(wo_a: Weight, *, converts: bool) -> Tensor:
     """What a backend gets as wo_a: a tensor, or a `BlockScaledWeight` if it is fp8 and the backend takes that."""
     scaled = None if converts else scaled_weight(wo_a)
     return dense_weight(wo_a) if scaled is None else cast("Tensor", scaled)
-
-
-def _check_group(group: object) -> None:
-    """Raise ArgumentError unless this is a group of torch.distributed that this rank belongs to."""
-    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
-        expected = "a ProcessGroup of torch.distributed that has this rank, or None"
-        hint = "pass torch.distributed.group.WORLD, or what new_group() returned on a rank of the group"
-        raise ArgumentError("process_group", expected=expected, actual=shown(group), hint=hint)

@@ -10,13 +10,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed
 
+from dsv4attn.core.argument_checks import shown
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import tiles
+from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["start_all_gather", "sum_in_order", "sum_over_ranks"]
+__all__ = ["check_group", "start_all_gather", "sum_in_order", "sum_over_ranks"]
+
+
+def check_group(argument: str, group: object, *, or_none: str = "") -> None:
+    """Raise ArgumentError unless this is a group of torch.distributed that this rank belongs to.
+
+    or_none: what the error adds to what is expected.
+    """
+    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        expected = f"a ProcessGroup of torch.distributed that has this rank{or_none}"
+        hint = "pass torch.distributed.group.WORLD, or what new_group() returned on a rank of the group"
+        raise ArgumentError(argument, expected=expected, actual=shown(group), hint=hint)
 
 
 def start_all_gather(*tensors: Tensor, group: ProcessGroup) -> distributed.Work:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4attn.core.argument_checks import check_type, shown
-from dsv4attn.core.cache.key_codecs import dequantize_keys
+from dsv4attn.core.cache.key_codecs import LARGEST_EXPONENT, NAN_EXPONENT, dequantize_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import without_modes
@@ -23,9 +23,6 @@ __all__ = ["check_compatible", "convert_cache"]
 
 TILE_SLOTS = 4096
 """Records converted at a time."""
-
-LARGEST_EXPONENT, NAN_EXPONENT = 254, 255
-"""Scale bytes: the largest that is a number, and the one that is none."""
 
 
 def check_compatible(writer: KVCacheLayout | str, reader: KVCacheLayout | str) -> None:
@@ -113,7 +110,7 @@ def _converted(source: PagedKVCache, layout: KVCacheLayout, slots: Tensor) -> di
     names = ("nope", "rope", "scale") if mine.plain_dims else ("nope", "scale")
     fields = {name: source.region(name)[place] for name in names}
     if not layout.is_quantised:
-        values = _dequantised(fields["nope"], fields["scale"], mine)
+        values = dequantize_keys(fields["nope"], fields["scale"], mine)
         _check_exact(~values.isinf().any(-1), layout, slots)  # no code is infinite: it is beyond fp32
         if mine.plain_dims:
             values = torch.cat([values, fields["rope"].float()], dim=-1)
@@ -127,14 +124,6 @@ def _rows(values: Tensor, layout: KVCacheLayout, slots: Tensor) -> Tensor:
     rows = values.to(layout.dtype)
     _check_exact(((rows.float() == values.float()) | values.isnan()).all(-1), layout, slots)
     return rows
-
-
-def _dequantised(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[n, dims] fp32: each code times the scale of its group."""
-    if layout.scale_dtype == torch.float32:
-        assert layout.fp8_format is not None
-        return codes.view(layout.fp8_format.dtype).float() * scales[:, :1]
-    return dequantize_keys(codes, scales, layout)
 
 
 def _recoded(

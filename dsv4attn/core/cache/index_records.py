@@ -16,7 +16,6 @@ from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
 
 __all__ = [
-    "dequantize_index",
     "quantize_index",
     "read_index_keys",
     "read_rows",
@@ -35,11 +34,6 @@ def quantize_index(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tenso
     """
     codes, exponent = quantize_keys(values, layout)
     return codes, exponent[..., : layout.num_groups].int()
-
-
-def dequantize_index(codes: Tensor, exponent: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[..., Di] fp32 of `quantize_index`: each code times the scale of its group."""
-    return dequantize_keys(codes, exponent, layout)
 
 
 def slots_of(records: Tensor, block_table: Tensor, request: Tensor, cache: PagedKVCache) -> Tensor:
@@ -100,11 +94,8 @@ def read_index_keys(cache: PagedKVCache, slots: Tensor) -> Tensor:
     layout = cache.layout
     if not layout.is_quantised:
         return read_rows(cache.region("row"), slots).float()
-    codes, scale = (read_rows(cache.region(name), slots) for name in ("nope", "scale"))
-    if layout.scale_dtype == torch.float32:
-        assert layout.fp8_format is not None
-        return codes.view(layout.fp8_format.dtype).float() * scale
-    return dequantize_index(codes, scale[..., : layout.num_groups], layout)
+    codes, scales = (read_rows(cache.region(name), slots) for name in ("nope", "scale"))
+    return dequantize_keys(codes, scales, layout)
 
 
 @without_modes

@@ -22,11 +22,21 @@ from torch.nn.functional import pad
 
 from dsv4attn.core.cache import fp4
 from dsv4attn.core.cache.record_layout import Coding, KVCacheLayout
+from dsv4attn.core.model.weight_scales import power_of_two
 from dsv4attn.core.reprs import fields_repr
 
-__all__ = ["CODECS", "Codec", "dequantize_keys", "power_of_two", "quantize_keys"]
+__all__ = [
+    "CODECS",
+    "LARGEST_EXPONENT",
+    "NAN_EXPONENT",
+    "Codec",
+    "dequantize_keys",
+    "power_of_two",
+    "quantize_keys",
+]
 
-_LARGEST_EXPONENT, _NAN_EXPONENT = 254, 255
+LARGEST_EXPONENT, NAN_EXPONENT = 254, 255
+"""Scale bytes: the largest that is a number, and the one that is none."""
 
 
 @frozen(repr=False)
@@ -35,18 +45,12 @@ class Codec:
 
     quantize: values [..., dims] of any float dtype, rounded to bf16 first, to codes [..., dims * bits / 8] uint8 and
        scale bytes [..., groups] uint8. The last group may be short.
-    dequantize: these codes and scale bytes [..., at least groups] to values [..., dims] fp32, exactly.
+    dequantize: see `dequantize_keys`.
     """
 
     quantize: Callable[[Tensor, KVCacheLayout], tuple[Tensor, Tensor]]
     dequantize: Callable[[Tensor, Tensor, KVCacheLayout], Tensor]
     __repr__ = fields_repr
-
-
-def power_of_two(byte: Tensor) -> Tensor:
-    """2^(byte - 127) as fp32, made of bits: byte is the exponent field. 0 is the subnormal 2^-127, 255 reads as NaN."""
-    bits = (byte.int() << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == _NAN_EXPONENT, 0x7FC00000)
-    return bits.view(torch.float32)
 
 
 def quantize_keys(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
@@ -56,7 +60,10 @@ def quantize_keys(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor
 
 
 def dequantize_keys(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[..., dims] fp32 of codes [..., code_bytes] uint8 and scale bytes [..., at least groups]; exact."""
+    """[..., dims] fp32 of codes [..., code_bytes] uint8 and scales [..., at least groups]; exact.
+
+    scales: exponents of any integer dtype; of fp8, fp32 scales too.
+    """
     return CODECS[layout.coding].dequantize(codes, scales, layout)
 
 
@@ -74,7 +81,7 @@ def _exponents(groups: Tensor, layout: KVCacheLayout) -> Tensor:
     """
     amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
     bits = (amax / layout.fp8_max).view(torch.int32)
-    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, _LARGEST_EXPONENT)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
 
 
 def _quantize_fp8(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
@@ -88,7 +95,9 @@ def _quantize_fp8(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor
 
 def _dequantize_fp8(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
     assert layout.fp8_format is not None
-    scale, values = power_of_two(scales[..., : layout.num_groups]), codes.view(layout.fp8_format.dtype).float()
+    scale, values = scales[..., : layout.num_groups], codes.view(layout.fp8_format.dtype).float()
+    if scale.dtype != torch.float32:
+        scale = power_of_two(scale)
     whole = values.shape[-1] // layout.group_size
     end = whole * layout.group_size
     values[..., :end].unflatten(-1, (whole, layout.group_size)).mul_(scale[..., :whole, None])
@@ -101,7 +110,7 @@ def _quantize_mxfp4(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tens
     exponent = _exponents(groups, layout)
     scaled = (groups * power_of_two(254 - exponent)[..., None]).flatten(-2)[..., : values.shape[-1]]
     # e2m1 has no NaN: the scale of the group is NaN instead
-    exponent = exponent.masked_fill(groups.isnan().any(-1), _NAN_EXPONENT)
+    exponent = exponent.masked_fill(groups.isnan().any(-1), NAN_EXPONENT)
     return _packed(scaled), exponent.to(torch.uint8)
 
 

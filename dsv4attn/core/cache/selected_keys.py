@@ -57,7 +57,7 @@ class DenseIndices:
 class EntryIndices:
     """Selected keys as entry numbers of each token's request.
 
-    Slots of `indices.compute_global_topk_indices_and_lens` are the definition.
+    Slots of `index_ops.compute_global_topk_indices_and_lens` are the definition.
 
     indices: [T, K] int32, any row stride - in any order, and at any place of a row.
     visible_lens: [T] int32 - entries that each token may see; other numbers are absent.

@@ -20,7 +20,6 @@ from dsv4attn.core.context_parallel.keys import KeyGathering
 from dsv4attn.core.context_parallel.prefill import Shares
 from dsv4attn.core.contract.backend import Backend, Phase, check_is_backend
 from dsv4attn.core.contract.rank_ops import RankOps
-from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.rank_buffers import (
     ALL_HEADS_VIEWS,
     ARENA,
@@ -53,16 +52,7 @@ def forward_mqa_over_ranks(context: RankExchange, call: ForwardCall) -> None:
     metadata = call.metadata
     if metadata is None:
         attend(evolve(call, attn_sink=None))
-        plan = plan_workspace(
-            call.layer,
-            call.limits,
-            call.backend,
-            call.caches.swa.layout,
-            ranks=context.ownership.size,
-            divides_heads=context.divides_heads,
-            prefill_keys=context.prefill_keys,
-            q_dtype=call.q.dtype,
-        )
+        plan = context.plan(call.layer, call.limits, call.backend, call.caches.swa.layout, call.q.dtype)
         call.workspace.reserve(plan, caller=f"warm-up on {context.label}")
         return
     metadata.check_owner(context.ownership)

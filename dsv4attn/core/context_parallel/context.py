@@ -10,7 +10,6 @@ from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
 from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry
 
@@ -62,13 +61,4 @@ class ContextParallel(RankExchange):
         """
         self.check_bound(prefix, layer, limits, caches, attn_sink=has_sink)
         if workspace is not None:
-            plan = plan_workspace(
-                layer,
-                limits,
-                backend,
-                caches.swa.layout,
-                ranks=self.ownership.size,
-                divides_heads=self.divides_heads,
-                prefill_keys=self.prefill_keys,
-            )
-            self.check_workspace(prefix, workspace, plan)
+            self.check_workspace(prefix, workspace, self.plan(layer, limits, backend, caches.swa.layout))

@@ -7,15 +7,19 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+import torch
 from attrs import field, frozen, validators
 from torch import Tensor, distributed
 
-from dsv4attn.core.argument_checks import at_least, shown
+from dsv4attn.core.argument_checks import at_least
 from dsv4attn.core.attention.exchange import Exchange
-from dsv4attn.core.attention.rank_sum import start_all_gather
+from dsv4attn.core.attention.rank_sum import check_group, start_all_gather
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.rank_buffers import piece_rows
 from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan
 from dsv4attn.core.model.geometry import LayerGeometry
@@ -32,16 +36,7 @@ _P = ParamSpec("_P")
 
 @frozen(eq=False, slots=False)
 class RankExchange(Exchange):
-    """Exchanges and checks of a process group; the class that users make is `ContextParallel`.
-
-    group: of torch.distributed, gloo or NCCL; this rank is one of its ranks.
-    interleave: consecutive entries of one rank, see `Ownership`. It divides the records in every compressed page.
-    divides_heads: whether the ranks divide the query heads too, as an engine does whose context group is part of its
-       tensor parallel group: geometries, weights, queries and sinks are of the heads of one rank, equally many on all.
-       False: all ranks have the same heads.
-    prefill_keys: whether prefill may gather the compressed keys of all ranks, where it sends less that way. It takes
-       memory for the keys of one longest sequence, see `plan_workspace`.
-    """
+    """Exchanges and checks of a process group; users make a `ContextParallel`, which describes the fields."""
 
     group: ProcessGroup
     interleave: int = field(default=1, validator=at_least(1))
@@ -49,10 +44,7 @@ class RankExchange(Exchange):
     prefill_keys: bool = field(default=True, validator=validators.instance_of(bool))
 
     def __attrs_post_init__(self) -> None:
-        if not (distributed.is_available() and isinstance(self.group, distributed.ProcessGroup)):
-            expected = "a ProcessGroup of torch.distributed that has this rank"
-            hint = "pass torch.distributed.group.WORLD, or what new_group() returned on a rank of the group"
-            raise ArgumentError("group", expected=expected, actual=shown(self.group), hint=hint)
+        check_group("group", self.group)
 
     @cached_property
     def ownership(self) -> Ownership:
@@ -121,6 +113,23 @@ class RankExchange(Exchange):
         """Cut rows of a tensor, from the first to `rows`, into pieces of `piece_rows`."""
         step = piece_rows(self.ownership.size, row_bytes)
         return (slice(start, min(start + step, rows)) for start in range(first, rows, step))
+
+    def plan(
+        self,
+        layer: LayerGeometry,
+        limits: Limits,
+        backend: Backend,
+        layout: KVCacheLayout,
+        q_dtype: torch.dtype | None = None,
+    ) -> WorkspacePlan:
+        """`plan_workspace` of a layer on these ranks."""
+        return plan_workspace(
+            *(layer, limits, backend, layout),
+            ranks=self.ownership.size,
+            divides_heads=self.divides_heads,
+            prefill_keys=self.prefill_keys,
+            q_dtype=q_dtype,
+        )
 
     def check_same(self, what: str, facts: Mapping[str, object]) -> None:
         """Raise ArgumentError on every rank, with the first rank that differs, unless all ranks have the same facts.

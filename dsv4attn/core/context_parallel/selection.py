@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.index_records import read_index_keys, slots_of
+from dsv4attn.core.cache.index_records import slots_of
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.exchange import RankExchange
@@ -16,14 +16,13 @@ from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.memory.rank_buffers import candidate_bytes
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import TokenMap
-from dsv4attn.core.torch_ops.indexer import IndexQuery, scores
-from dsv4attn.core.torch_ops.selection import ENTRIES, selection_bytes
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.selection import ENTRIES, ascending, score_records, selection_bytes
 from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
 
 __all__ = ["SelectTopk", "score_selected", "select_among", "select_topk_over_ranks"]
 
 _LAST = torch.iinfo(torch.int32).max
-_LOWEST = torch.finfo(torch.float32).min
 _ALL = Ownership(0, 1)
 """Of a rank that has all entries: their numbers are those of the sequence."""
 
@@ -92,7 +91,7 @@ def select_topk_over_ranks(
         both = context.gather(torch.stack([number, score.view(torch.int32)]), "candidates")
         numbers, score = (both[:, i].transpose(0, 1).flatten(1).contiguous() for i in range(2))
         best = numbering.local_numbers(select_among(numbers, score.view(torch.float32), topk))
-        out[piece] = _ascending(best)
+        out[piece] = ascending(best)
 
 
 def score_selected(
@@ -110,9 +109,7 @@ def score_selected(
             some = numbers[tile, first : first + ENTRIES]
             padded = torch.nn.functional.pad(some, (0, ENTRIES - some.shape[1]), value=-1)
             slots = slots_of(padded, token_map.block_table, token_to_req, cache)
-            # the sum turns -0 into 0: they are equal
-            score = scores(q, weights, read_index_keys(cache, slots), arithmetic).clamp_(min=_LOWEST) + 0.0
-            score = score.masked_fill_((slots < 0) | score.isnan(), -inf)
+            score = score_records(q, weights, cache, slots, arithmetic)
             result[tile, first : first + ENTRIES] = score[:, : some.shape[1]]
     return result
 
@@ -128,9 +125,3 @@ def select_among(numbers: Tensor, score: Tensor, topk: int) -> Tensor:
     score, numbers = score.gather(-1, order), numbers.gather(-1, order)
     order = score.argsort(dim=-1, descending=True, stable=True)[:, :topk]
     return numbers.gather(-1, order).masked_fill_(score.gather(-1, order) == -inf, -1)
-
-
-def _ascending(numbers: Tensor) -> Tensor:
-    """Each row in ascending order, then -1."""
-    ordered = numbers.masked_fill(numbers < 0, _LAST).sort(-1).values
-    return ordered.masked_fill_(ordered == _LAST, -1)

@@ -157,7 +157,7 @@ def _letters(name: str) -> str:
     return "".join(re.findall(r"^[a-z]+", name))
 
 
-def described(devices: Iterable[KnownDevice] = DEVICES) -> Iterator[str]:
+def described(devices: Iterable[KnownDevice]) -> Iterator[str]:
     """A line for each device: architecture, then its names."""
     for device in devices:
         yield f"{device.arch:<8}{', '.join(device.names) or device.text}"

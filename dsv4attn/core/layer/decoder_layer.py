@@ -14,14 +14,8 @@ __all__ = ["DeepseekV4DecoderLayer", "DeepseekV41DecoderLayer"]
 
 
 @frozen(eq=False)
-class DeepseekV4DecoderLayer:
-    """One layer of the model.
-
-    attention: the attention sublayer.
-    feed_forward: the other sublayer, which the engine brings: [T, d] to [T, d].
-    attention_streams: hyper-connections around attention, with its norm.
-    feed_forward_streams: hyper-connections around the feed-forward, with its norm.
-    """
+class _Sublayers:
+    """Both sublayers of a layer."""
 
     attention: DeepseekV4Attention
     feed_forward: Callable[[Tensor], Tensor]
@@ -32,6 +26,17 @@ class DeepseekV4DecoderLayer:
         """Make every copy of a weight again, in the same memory; see `DeepseekV4Attention.refresh`."""
         for part in (self.attention, self.attention_streams, self.feed_forward_streams):
             part.refresh()
+
+
+@frozen(eq=False)
+class DeepseekV4DecoderLayer(_Sublayers):
+    """One layer of the model.
+
+    attention: the attention sublayer.
+    feed_forward: the other sublayer, which the engine brings: [T, d] to [T, d].
+    attention_streams: hyper-connections around attention, with its norm.
+    feed_forward_streams: hyper-connections around the feed-forward, with its norm.
+    """
 
     def __call__(self, streams: Tensor, positions: Tensor) -> Tensor:
         """New streams [T, n, d] of streams [T, n, d] at positions [T], in the current step."""
@@ -42,7 +47,7 @@ class DeepseekV4DecoderLayer:
 
 
 @frozen(eq=False)
-class DeepseekV41DecoderLayer:
+class DeepseekV41DecoderLayer(_Sublayers):
     """One layer of a V4.1 model, whose hyper-connections take the pre of the previous sublayer.
 
     attention: the attention sublayer.
@@ -50,16 +55,6 @@ class DeepseekV41DecoderLayer:
     attention_streams: hyper-connections around attention, with its norm.
     feed_forward_streams: hyper-connections around the feed-forward, with its norm.
     """
-
-    attention: DeepseekV4Attention
-    feed_forward: Callable[[Tensor], Tensor]
-    attention_streams: HyperConnections
-    feed_forward_streams: HyperConnections
-
-    def refresh(self) -> None:
-        """Make every copy of a weight again, in the same memory; see `DeepseekV4Attention.refresh`."""
-        for part in (self.attention, self.attention_streams, self.feed_forward_streams):
-            part.refresh()
 
     def __call__(self, streams: Tensor, positions: Tensor, previous_pre: Tensor | None) -> tuple[Tensor, Tensor]:
         """(new streams [T, n, d], pre [T, n]) of streams [T, n, d] at positions [T], in the current step.

@@ -85,10 +85,13 @@ def small_bytes(limits: Limits) -> int:
 
 
 def widest_topk(layer: LayerGeometry, limits: Limits) -> int:
-    """Most compressed columns of a query: at least one on a layer with a compressed cache, for a -1."""
-    if not layer.has_entries:
-        return 0
-    return layer.topk or max(layer.entries(limits.max_model_len), 1)
+    """Most compressed columns of a query within limits."""
+    return _columns(layer, limits.max_model_len)
+
+
+def _columns(layer: LayerGeometry, seq_len: int) -> int:
+    """Compressed columns of a query: at least one on a layer with a compressed cache, for a -1."""
+    return layer.topk or max(layer.entries(seq_len), 1) if layer.has_entries else 0
 
 
 def widest_columns(layer: LayerGeometry, limits: Limits, alignment: int, *, gathered: bool) -> int:
@@ -159,8 +162,8 @@ def plan_row_chunks(
     seq_lens: Sequence[int], num_tokens: int, layer: LayerGeometry, most: int
 ) -> Iterator[PrefillChunk]:
     """Cut the prefill part into chunks of at most `most` tokens, whose rows name pages and need no other token's."""
-    entries = layer.entries(max(seq_lens, default=0))
-    topk = layer.topk or max(entries, 1) if layer.has_entries else 0
+    longest = max(seq_lens, default=0)
+    entries, topk = layer.entries(longest), _columns(layer, longest)
     for start in range(0, num_tokens, most):
         yield PrefillChunk(0, len(seq_lens), start, min(start + most, num_tokens), 0, entries, 0, topk)
 

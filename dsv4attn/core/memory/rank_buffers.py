@@ -136,13 +136,11 @@ def merge_bytes(
     divides_heads: bool = False,
     merge_scratch: MergeScratch = merge.merge_scratch,
 ) -> int:
-    """Bytes of ARENA for any step within limits. Layers without entries need none.
+    """Bytes of ARENA for any step within limits.
 
-    layer: with the heads of one rank. q_dtype: of q; None: bf16 or fp32. divides_heads, merge_scratch: as in
-    `merge_specs`.
+    layer: with entries, and the heads of one rank. q_dtype: of q; None: bf16 or fp32. divides_heads, merge_scratch: as
+    in `merge_specs`.
     """
-    if not layer.has_entries:
-        return 0
     sizes = ranks, limits.max_num_batched_tokens, layer.num_heads, layer.head_dim
     dtypes = (torch.bfloat16, _FP32) if q_dtype is None else (q_dtype,)
     views = (merge_specs(*sizes, t, divides_heads=divides_heads, merge_scratch=merge_scratch) for t in dtypes)
@@ -152,10 +150,8 @@ def merge_bytes(
 def selection_transient_bytes(ranks: int, layer: LayerGeometry, max_tokens: int) -> int:
     """Temporaries of a selection over ranks, without those of a tile: all ranks' candidates for the tokens of a piece.
 
-    0 on layers that select nothing.
+    layer: one that selects.
     """
-    if not layer.topk:
-        return 0
     rows = min(piece_rows(ranks, candidate_bytes(layer.topk)), max_tokens)
     return _SORTING * rows * layer.topk * (ranks + 1)
 

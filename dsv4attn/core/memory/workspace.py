@@ -164,7 +164,7 @@ class WorkspaceManager:
         self._locked = False
 
     def size(self, arena: str = "default") -> int:
-        """Bytes that requests of a arena can use now.
+        """Bytes that requests of an arena can use now.
 
         arena: name of the arena.
         """
@@ -295,8 +295,8 @@ class WorkspaceManager:
         if self._locked:
             raise WorkspaceError(needed=size, has=has, caller=caller, arena=arena)
         # drop the old buffer first, so that both never exist together
-        for by_lane in (self._buffers, self._canaries, self._typed, self._made):
-            by_lane.pop(arena, None)
+        for by_arena in (self._buffers, self._canaries, self._typed, self._made):
+            by_arena.pop(arena, None)
         for holder in self._holders or ():
             holder.release()
         self._holders = None

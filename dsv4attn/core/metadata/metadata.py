@@ -211,7 +211,7 @@ class WindowMetadata:
 
     @cached_property
     def takes_raw_q(self) -> dict[object, Any]:
-        """Answers of `raw_insert.prefill_takes_raw_q`."""
+        """Answers of `raw_q.prefill_takes_raw_q`."""
         return {}
 
     @cached_property

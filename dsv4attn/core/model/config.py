@@ -169,8 +169,7 @@ def _check_ratios(ratios: object, layers: Sequence[tuple[LayerKind, int]], types
     ratios: of the configuration. layers: kind and ratio of each, as `layer_types` and the rates say. types: of the
     configuration. name: of the configuration, for errors.
     """
-    if not isinstance(ratios, Sequence) or isinstance(ratios, str):
-        raise GeometryError(f"{name}: field 'compress_ratios': expected a list, got {ratios!r}")
+    ratios = _checked_ratios(ratios, name)
     if len(ratios) < len(layers):
         actual = f"{len(ratios)} in compress_ratios"
         raise GeometryError(f"{name}: expected {len(layers)} layers, as layer_types has, got {actual} -> {_ONE}")
@@ -180,6 +179,12 @@ def _check_ratios(ratios: object, layers: Sequence[tuple[LayerKind, int]], types
             expected = f"{' or '.join(map(str, allowed))}, as layer_types[{i}]={types[i]!r} says"
             cure = "correct one of the two lists, or leave it out"
             raise GeometryError(f"{name}: compress_ratios[{i}]: expected {expected}, got {ratios[i]!r} -> {cure}")
+
+
+def _checked_ratios(ratios: object, name: str) -> Sequence[Any]:
+    if not isinstance(ratios, Sequence) or isinstance(ratios, str):
+        raise GeometryError(f"{name}: field 'compress_ratios': expected a list, got {ratios!r}")
+    return ratios
 
 
 def _rates(fields: Mapping[str, Any], name: str, defaults: Mapping[LayerKind, int]) -> dict[LayerKind, int]:
@@ -211,9 +216,7 @@ def v41_layers(ratios: Sequence[int]) -> tuple[tuple[LayerKind, int], ...]:
 
 def _v41_layers(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tuple[LayerKind, int], ...]:
     """Layers past the list are window-only, as engines read it."""
-    ratios = fields.get("compress_ratios")
-    if not isinstance(ratios, Sequence) or isinstance(ratios, str):
-        raise GeometryError(f"{name}: field 'compress_ratios': expected a list, got {ratios!r}")
+    ratios = _checked_ratios(fields.get("compress_ratios"), name)
     for i, ratio in enumerate(ratios[:num_layers]):
         if not _is_int(ratio) or ratio not in (0, 1, 2):
             cure = "a config with ratios 4 and 128 is one of 'deepseek_v4'"
@@ -253,14 +256,19 @@ def _flag(fields: Mapping[str, Any], key: str, name: str) -> bool:
 
 def _text_fields(fields: dict[str, Any], name: str) -> dict[str, Any]:
     """Fields of a V4.1 configuration, with those of the nested text configuration on the top level."""
-    text = fields.get("text_config")
-    to_dict = getattr(text, "to_dict", None)
-    text = to_dict() if to_dict else text
+    text = _text_config(fields)
     if text is None:
         return fields
     if not isinstance(text, Mapping):
         raise GeometryError(f"{name}: field 'text_config': expected an object, got {text!r}")
     return {**fields, **{key: value for key, value in text.items() if value is not None}}
+
+
+def _text_config(fields: Mapping[str, Any]) -> object:
+    """The nested text configuration, as fields if it is an object of transformers; None if there is none."""
+    text = fields.get("text_config")
+    to_dict = getattr(text, "to_dict", None)
+    return to_dict() if to_dict else text
 
 
 def _mapping(fields: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
@@ -425,9 +433,7 @@ def refuse_v41(fields: Mapping[str, Any], name: str) -> None:
 
 def _levels(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The fields, and those of the nested text configuration."""
-    text = fields.get("text_config")
-    to_dict = getattr(text, "to_dict", None)
-    text = to_dict() if to_dict else text
+    text = _text_config(fields)
     return [fields, text] if isinstance(text, Mapping) else [fields]
 
 

@@ -98,7 +98,7 @@ class WeightCopies:
         self._is_part_taken = False
 
     def dense(self, name: str, value: Weight) -> Tensor:
-        """A matrix as bf16 if it is fp8, and as it is otherwise. value: see `weights.dense_weight`."""
+        """A matrix as bf16 if it is fp8, and as it is otherwise. value: see `quantized_weight.dense_weight`."""
         is_copy = _matrix(value).element_size() == 1
         # states first: what is written meanwhile is seen later. A tensor that is multiplied is checked in every step
         places = [] if isinstance(value, Tensor) and not is_copy else _places([value], writes=is_copy)
@@ -148,7 +148,7 @@ class WeightCopies:
 
         A weight whose memory others use too stays where it is, as a matrix of its own: a part of a larger tensor, one
         that has aliases, or memory which torch does not own. Which weights share a matrix is decided in the first call.
-        Raises ArgumentError as `weights.dense_weight` does.
+        Raises ArgumentError as `quantized_weight.dense_weight` does.
         """
         for part, value in values.items():
             check_weight(part, value)

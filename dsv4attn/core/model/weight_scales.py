@@ -16,6 +16,7 @@ __all__ = [
     "declared_block",
     "factors_of",
     "grid",
+    "power_of_two",
     "product",
     "short",
 ]
@@ -109,13 +110,12 @@ def short(dtype: torch.dtype) -> str:
 
 
 def factors_of(scale: Tensor) -> Tensor:
-    """fp32 factors of the blocks: an fp32 scale itself, else 2^(byte - 127).
+    """fp32 factors of the blocks: an fp32 scale itself, else the `power_of_two` of its bytes."""
+    return scale if scale.dtype == torch.float32 else power_of_two(scale.view(torch.uint8))
 
-    The byte is the exponent field of the factor. 0 is the subnormal 2^-127, and 255 is NaN.
-    """
-    if scale.dtype == torch.float32:
-        return scale
-    byte = scale.view(torch.uint8)
+
+def power_of_two(byte: Tensor) -> Tensor:
+    """2^(byte - 127) as fp32, made of bits: byte is the exponent field. 0 is the subnormal 2^-127, 255 reads as NaN."""
     bits = (byte.int() << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == 255, 0x7FC00000)
     return bits.view(torch.float32)
 

@@ -15,7 +15,15 @@ from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
-from dsv4attn.core.torch_ops.selection import ENTRIES, better, score_entries, select_topk, selection_bytes
+from dsv4attn.core.torch_ops.selection import (
+    ENTRIES,
+    ascending,
+    better,
+    none_yet,
+    score_entries,
+    select_topk,
+    selection_bytes,
+)
 from dsv4attn.core.torch_ops.tiles import arithmetic_of, tiles
 from dsv4attn.errors import ArgumentError
 
@@ -58,23 +66,17 @@ def select_candidates(
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for part in tiles(count, selection_bytes(heads, dim, most)):
         queries, tokens = query.tokens(part), token_map.tokens(part)
-        lens, rows = tokens.visible_lens[:, None], out[part].shape[0]
-        best = (
-            torch.full((rows, most), -inf, device=out.device, dtype=torch.float32),
-            out.new_full((rows, most), -1),
-        )
+        lens, best = tokens.visible_lens[:, None], none_yet(out[part])
         newest = (lens - 1).div(block_size, rounding_mode="floor")
         for start in range(0, max_entries, ENTRIES):
             score, _ = score_entries(queries, cache, tokens, start, arithmetic)
             largest = score.clamp_(max=_HIGHEST).unflatten(-1, (-1, block_size)).amax(-1)
             first = start // block_size
             block = torch.arange(first, first + largest.shape[1], device=out.device, dtype=out.dtype)
-            block = block.expand(rows, -1)
+            block = block.expand_as(largest)
             largest = largest.masked_fill((block == newest) & (lens > 0), inf)
             best = better(best, largest, block.masked_fill(largest == -inf, -1))
-        last = torch.iinfo(out.dtype).max
-        numbers = best[1].masked_fill(best[1] < 0, last).sort(-1).values
-        out[part] = numbers.masked_fill_(numbers == last, -1)
+        out[part] = ascending(best[1])
 
 
 def candidate_mask(candidates: Tensor, start: int, block_size: int) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.cache.index_records import dequantize_index, quantize_index, read_index_keys, slots_of
-from dsv4attn.core.cache.key_codecs import power_of_two
+from dsv4attn.core.cache.index_records import quantize_index, read_index_keys, slots_of
+from dsv4attn.core.cache.key_codecs import dequantize_keys, power_of_two
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.model.rope import angles_at, apply_rope
 from dsv4attn.core.reprs import fields_repr
@@ -67,9 +67,8 @@ class IndexQuery:
         """
         if self.scales is None:
             return self.values[part].float()
-        return dequantize_index(
-            self.values[part], self.scales[part], KVCacheLayout.index_mxfp4(2 * self.values.shape[-1])
-        )
+        layout = KVCacheLayout.index_mxfp4(2 * self.values.shape[-1])
+        return dequantize_keys(self.values[part], self.scales[part], layout)
 
 
 @without_modes

@@ -15,7 +15,17 @@ from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, scores, scores_bytes
 from dsv4attn.core.torch_ops.tiles import Arithmetic, arithmetic_of, tiles
 
-__all__ = ["ENTRIES", "better", "score_entries", "select_all", "select_topk", "selection_bytes"]
+__all__ = [
+    "ENTRIES",
+    "ascending",
+    "better",
+    "none_yet",
+    "score_entries",
+    "score_records",
+    "select_all",
+    "select_topk",
+    "selection_bytes",
+]
 
 ENTRIES = 512
 """Entries scored at a time. The number is fixed, so that no score depends on the length of a context."""
@@ -48,20 +58,13 @@ def select_topk(
     arithmetic, (count, topk) = arithmetic_of(deterministic), out.shape
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for part in tiles(count, selection_bytes(heads, dim, topk)):
-        queries, tokens = query.tokens(part), token_map.tokens(part)
-        rows = out[part].shape[0]
-        best = (
-            torch.full((rows, topk), -inf, device=out.device, dtype=torch.float32),
-            out.new_full((rows, topk), -1),
-        )
+        queries, tokens, best = query.tokens(part), token_map.tokens(part), none_yet(out[part])
         for start in range(0, max_entries, ENTRIES):
             score, entry = score_entries(queries, cache, tokens, start, arithmetic)
             if inside is not None:
                 score = score.masked_fill_(~inside(part, start), -inf)
             best = better(best, score, entry.masked_fill(score == -inf, -1))
-        last = torch.iinfo(out.dtype).max
-        numbers = best[1].masked_fill(best[1] < 0, last).sort(-1).values
-        out[part] = numbers.masked_fill_(numbers == last, -1)
+        out[part] = ascending(best[1])
 
 
 def select_all(visible_lens: Tensor, out: Tensor) -> None:
@@ -81,12 +84,29 @@ def score_entries(
 
     query, token_map: of t tokens. Scores of other entries are finite or +inf.
     """
-    q, lens = query.rows(slice(None)), token_map.visible_lens[:, None]
-    entry = torch.arange(start, start + ENTRIES, device=lens.device, dtype=torch.int32).expand(q.shape[0], -1)
+    lens = token_map.visible_lens[:, None]
+    entry = torch.arange(start, start + ENTRIES, device=lens.device, dtype=torch.int32).expand(lens.shape[0], -1)
     slots = slots_of(entry, token_map.block_table, token_map.token_to_req, cache).masked_fill_(entry >= lens, -1)
+    return score_records(query.rows(slice(None)), query.weights, cache, slots, arithmetic), entry
+
+
+def score_records(q: Tensor, weights: Tensor, cache: PagedKVCache, slots: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Scores [t, n] of keys at slots [t, n], as of `scores`; -inf where a slot is negative, and for NaN; else more."""
     # the sum turns -0 into 0: they are equal
-    score = scores(q, query.weights, read_index_keys(cache, slots), arithmetic).clamp_(min=_LOWEST) + 0.0
-    return score.masked_fill_((slots < 0) | score.isnan(), -inf), entry
+    score = scores(q, weights, read_index_keys(cache, slots), arithmetic).clamp_(min=_LOWEST) + 0.0
+    return score.masked_fill_((slots < 0) | score.isnan(), -inf)
+
+
+def none_yet(out: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores -inf and numbers -1, of the shape of out: where `better` begins."""
+    return torch.full(out.shape, -inf, device=out.device, dtype=torch.float32), out.new_full(out.shape, -1)
+
+
+def ascending(numbers: Tensor) -> Tensor:
+    """Each row of numbers [t, K] int32 in ascending order, then the negative ones as -1."""
+    last = torch.iinfo(numbers.dtype).max
+    ordered = numbers.masked_fill(numbers < 0, last).sort(-1).values
+    return ordered.masked_fill_(ordered == last, -1)
 
 
 def better(best: tuple[Tensor, Tensor], score: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:

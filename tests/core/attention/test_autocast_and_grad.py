@@ -20,6 +20,7 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.layer.hyper_connections import HyperConnections
 from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.model.weights import HyperConnectionWeights
@@ -169,18 +170,14 @@ def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() 
     bare(window.tensor, compressed.tensor, window.region("row"), out)
 
     both = attrs.evolve(LayerCaches(window, compressed))
-    metadata, workspace = metadata_of(case), case.layer.workspace
+    parts: Any = case.metadata
+    metadata = AttentionMetadata(parts[case.layer.swa_prefix], parts[case.layer.prefix])
+    workspace = case.layer.workspace
     assert workspace is not None
     topk, layer = case.layer.topk_indices_buffer, SMALL.layer_of_kind(LayerKind.CSA)
     options: dict[str, Any] = {"layer": layer, "limits": LIMITS, "attn_sink": sink, "topk_indices": topk, "lse": lse}
     forward_mqa(q, both, metadata, case.layer.backend, workspace, out, **options)
     bare(window.tensor, compressed.tensor, out, lse)
-
-
-def metadata_of(case: Any) -> Any:
-    from dsv4attn.core.metadata.metadata import AttentionMetadata
-
-    return AttentionMetadata(case.metadata[case.layer.swa_prefix], case.metadata[case.layer.prefix])
 
 
 def bare(*tensors: Tensor) -> None:

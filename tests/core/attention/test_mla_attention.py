@@ -284,29 +284,6 @@ def test_o_proj_is_the_backends_projection_with_the_layers_table() -> None:
     assert torch.equal(expected, case.layer.o_proj(out, case.positions, weight, 2))
 
 
-def test_o_proj_names_what_does_not_fit() -> None:
-    case = bound_layer(LayerKind.SWA)
-    good = {"o": case.q, "positions": case.positions, "wo_a": torch.randn(32, 64), "num_groups": 2}
-    for name, wrong in (
-        ("o", case.q[:, :2]),
-        ("positions", case.positions.int()),
-        ("wo_a", torch.randn(32, 32)),
-        ("wo_a", torch.randn(33, 64)),
-        ("wo_a", torch.randn(32, 64).half()),
-        ("wo_a", torch.randn(32, 64).to(torch.float8_e4m3fn)),
-        ("num_groups", 3),
-    ):
-        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
-            case.layer.o_proj(**{**good, name: wrong})  # type: ignore[arg-type]
-
-
-def test_o_proj_takes_a_table_in_fp32_only() -> None:
-    case = bound_layer(LayerKind.SWA)
-    case.layer.cos_sin_cache = case.layer.cos_sin_cache.bfloat16()
-    with pytest.raises(ArgumentError, match=r"^cos_sin_cache: expected"):
-        case.layer.o_proj(case.q, case.positions, torch.randn(32, 64), 2)
-
-
 def test_q_which_the_insert_writes_is_apart_from_kv() -> None:
     case = bound_layer(LayerKind.SWA)
     assert case.layer.caches is not None

@@ -115,13 +115,13 @@ def is_prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
     return is_prepared_call
 
 
-def waved_through(is_prepared: Callable[..., bool], kind: LayerKind, draws: int = 1500) -> tuple[list[str], int]:
+def waved_through(is_prepared: Callable[..., bool], kind: LayerKind) -> tuple[list[str], int]:
     """What is wrong with calls that are taken for one that was good, and how many were taken for it."""
     rng = random.Random(kind.value)
     whole = {**forward_args(kind), "metadata": METADATA[kind], "caches": CACHES[kind]}
     forward_mqa(**whole)
     wrong, accepted = [], 0
-    for _ in range(draws):
+    for _ in range(1500):
         arguments = dict(whole)
         for draw in rng.choices(DRAWS, k=rng.choice([1, 1, 2])):
             arguments |= draw(rng, kind)
@@ -166,19 +166,6 @@ def test_the_signature_of_caches_holds_format_and_alignment() -> None:
     )
     assert of() == of(shift=16)
     assert of() not in others
-
-
-@pytest.mark.parametrize(("name", "value"), [("q", None), ("out", 0.0), ("metadata", {}), ("caches", None), ("lse", 0)])
-def test_what_is_no_tensor_is_refused_after_a_good_call_too(
-    name: str, value: object, is_prepared: Callable[..., bool]
-) -> None:
-    arguments = forward_args(C4A)
-    forward_mqa(**arguments)
-
-    assert is_prepared(**arguments)
-    assert not is_prepared(**{**arguments, name: value})
-    with pytest.raises(ArgumentError, match=f"^{name}: expected"):
-        forward_mqa(**{**arguments, name: value})
 
 
 class Noting(ReferenceBackend):
@@ -299,27 +286,6 @@ def test_a_prepared_step_reads_what_its_metadata_s_buffers_hold_after_another_bu
     assert len(backend.prepared) == 1
     fresh = evolve(problem, metadata=AttentionMetadata(evolve(swa), evolve(compressed)))
     assert_same_bits(after, fresh.run(REFERENCE_FORMS["paged-dense"]))
-
-
-def test_a_prepared_step_serves_no_tensor_of_another_device() -> None:
-    arguments = forward_args(C4A)
-    forward_mqa(**arguments)
-    with pytest.raises(ArgumentError, match=r"^out: expected a tensor on meta, like q, got one on cpu"):
-        forward_mqa(**{**arguments, "q": arguments["q"].to("meta")})
-
-
-def test_lengths_written_after_a_prepared_step_are_read() -> None:
-    backend, shared = Noting(), WorkspaceManager()
-    problem = StepFixture(kind=C4A, requests=DECODES).problem(backend)
-    problem.run(backend, shared)
-    compressed = problem.metadata.compressed
-    assert compressed is not None
-    compressed.compressed_lens.clamp_(max=1)
-    problem.metadata.swa.decode_swa_lens.clamp_(max=2)
-    after = problem.run(backend, shared)
-
-    assert len(backend.prepared) == 1
-    assert_same_bits(after, problem.run(REFERENCE_FORMS["paged-dense"]))
 
 
 def test_an_index_op_is_prepared_once_and_run_for_every_layer() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -273,7 +272,7 @@ def test_a_deterministic_backend_sums_in_the_order_of_ranks(monkeypatch: pytest.
         summed.append((x, group))
         return x
 
-    monkeypatch.setattr(projection, "_check_group", lambda _: None)
+    monkeypatch.setattr(projection, "check_group", lambda *_, **__: None)
     monkeypatch.setattr(projection, "sum_over_ranks", summed_over_ranks)
     monkeypatch.setattr(distributed, "all_reduce", lambda *_, **__: pytest.fail("the library sums"))
 
@@ -347,14 +346,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "wo_a of other groups": ({"wo_a": scaled(1, (139, 320)).pair()}, r"wo_a.weight: expected \[2 \* rank, 320\]"),
     "wo_a of other heads": ({"wo_a": scaled(1, (140, 640)).module()}, r"wo_a.weight: expected \[2 \* rank, 320\]"),
-    "wo_a in raw bytes": (
-        {"wo_a": FP8_A.codes},
-        "wo_a: expected a dtype that says what its bytes mean, got uint8 -> view",
-    ),
-    "wo_a in bare fp8": (
-        {"wo_a": FP8_A.weight()},
-        r"wo_a: expected weight_scale_inv, .* -> pass .*BlockScaledWeight\(weight",
-    ),
     "wo_a in fp16": ({"wo_a": torch.zeros(WO_A).half()}, "wo_a: expected .* bfloat16 or float32, .*float16 -> pass"),
     "wo_a elsewhere": (
         {"wo_a": torch.zeros(WO_A, device=META)},
@@ -374,11 +365,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"wo_b": FP8_B.module("weight_scale", weight_scale=torch.ones(2, 1))},
         "wo_b.weight_scale: ",
     ),
-    "wo_b of two scales": (
-        {"wo_b": FP8_B.module(weight_scale=FP8_B.scale * 2)},
-        "wo_b.weight_scale: expected the values of",
-    ),
-    "wo_b in raw bytes": ({"wo_b": SimpleNamespace(weight=FP8_B.codes)}, "wo_b.weight: expected a dtype that says"),
     "wo_b in fp16": ({"wo_b": torch.zeros(WO_B).half()}, "wo_b: expected"),
     "wo_b with gaps": ({"wo_b": torch.zeros(HIDDEN, 280)[:, ::2]}, "wo_b: expected stride 1 in the last dimension"),
     "wo_b elsewhere": (

@@ -47,14 +47,11 @@ DENSE = "a dense tensor"
 OWN_MEMORY = "rows that share no memory"
 
 
-def spread(tensor: Tensor, *, dim: int = -1) -> Tensor:
-    """Equal values, every second element of larger memory along a dimension; what lies between them is NaN or -77."""
-    wide = tensor.repeat_interleave(2, dim)
-    index: list[Any] = [slice(None)] * tensor.ndim
-    index[dim] = slice(1, None, 2)
-    wide[tuple(index)] = float("nan") if tensor.is_floating_point() else -77
-    index[dim] = slice(0, None, 2)
-    return wide[tuple(index)]
+def spread(tensor: Tensor) -> Tensor:
+    """Equal values, every second element of larger memory in the last dimension; between them is NaN or -77."""
+    wide = tensor.repeat_interleave(2, -1)
+    wide[..., 1::2] = float("nan") if tensor.is_floating_point() else -77
+    return wide[..., ::2]
 
 
 def columns_of_more(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -174,52 +174,6 @@ def test_pages_of_whole_records_and_split_pages_may_lie_apart(layout: KVCacheLay
 def test_facts_of_a_cache_name_the_record() -> None:
     assert CacheFacts.of(FP8, 32) == CacheFacts("v41_fp8", "e4m3fn", 32, "interleaved", 32)
     assert CacheFacts.of(FP4_SPLIT, 64) == CacheFacts("v41_fp4", "e2m1", 64, "split", 16)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.fingerprint)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_g20_records_become_rows_without_loss(layout: KVCacheLayout, dtype: torch.dtype) -> None:
-    cache, values = held(layout)
-    rows = PagedKVCache.allocate(KVCacheLayout.rows(dtype=dtype), 2, 3)
-
-    convert_cache(cache, rows)
-
-    np.testing.assert_array_equal(rows.tensor.double().numpy().reshape(6, 512), values)
-
-
-@pytest.mark.parametrize(("source", "target"), [(FP8, FP8_SPLIT), (FP8_SPLIT, FP8), (FP4, FP4_SPLIT), (FP4_SPLIT, FP4)])
-def test_g20_records_move_between_arrangements_byte_by_byte(source: KVCacheLayout, target: KVCacheLayout) -> None:
-    cache, _ = held(source)
-    expected, _ = held(target)
-    other = PagedKVCache.allocate(target, 2, 3)
-
-    convert_cache(cache, other)
-
-    for name in ("nope", "scale"):
-        assert torch.equal(other.region(name), expected.region(name))
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (a, b)
-        for a, b in product([V4, V4_INTERLEAVED, FP8, FP8_SPLIT, FP4, FP4_SPLIT, *LOOK_ALIKES[:1]], repeat=2)
-        if (a.name, a.group_size) != (b.name, b.group_size)
-    ],
-)
-def test_g20_records_of_another_kind_are_refused_by_name(source: KVCacheLayout, target: KVCacheLayout) -> None:
-    cache, other = PagedKVCache.allocate(source, 1, 4), PagedKVCache.allocate(target, 1, 4)
-    other.tensor.fill_(0x5A)
-    with pytest.raises(LayoutMismatchError, match=r"^target: expected a layout that holds keys of") as caught:
-        convert_cache(cache, other)
-    assert f"keys of {source.fingerprint} without loss, got {target.fingerprint} -> " in str(caught.value)
-    assert bool((other.tensor == 0x5A).all())
-
-
-def test_g20_rows_never_become_records() -> None:
-    for target in LAYOUTS:
-        with pytest.raises(LayoutMismatchError, match=r"^target"):
-            convert_cache(PagedKVCache.allocate(KVCacheLayout.rows(), 1, 4), PagedKVCache.allocate(target, 1, 4))
 
 
 def test_a_layer_of_selected_entries_may_have_both_records() -> None:

@@ -157,9 +157,9 @@ def unpack_fp4(record: U8, dim: int) -> F64:
     return row
 
 
-def page_of(records: Sequence[U8], data: int, stride: int, *, split: bool, fill: int = 0xFF) -> U8:
-    """Bytes of a page of `stride` bytes that holds these records, of which the first `data` bytes are codes."""
-    page = np.full(stride, fill, dtype=np.uint8)
+def page_of(records: Sequence[U8], data: int, stride: int, *, split: bool) -> U8:
+    """Bytes of a page of `stride` bytes with these records, whose first `data` bytes are codes; elsewhere 0xFF."""
+    page = np.full(stride, 0xFF, dtype=np.uint8)
     count, size = len(records), len(records[0])
     for i, record in enumerate(records):
         code_at = i * (data if split else size)

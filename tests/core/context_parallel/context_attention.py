@@ -27,8 +27,8 @@ RAGGED = [(70, 1), (5, 1), (200, 3), (3, 1), (64, 40), (9, 9), (130, 66)]
 """(tokens after the step, query tokens); decodes first."""
 
 
-def context_over(group: Any, interleave: int = 1, *, divides_heads: bool = False) -> ContextParallel:
-    return ContextParallel(group, interleave, divides_heads)
+def context_over(group: Any, interleave: int = 1) -> ContextParallel:
+    return ContextParallel(group, interleave, divides_heads=False)
 
 
 def same_everywhere(group: Any, value: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from math import inf, isnan, nan
 from pathlib import Path
@@ -59,22 +59,23 @@ from tests.tools.replay.rank_cases import REPLAYS
 SIZES = 2, 3, 4
 
 
-def serve(rank: int, folder: str, sizes: Sequence[int]) -> None:
-    """Run all cases on groups of these sizes, and write what failed to a file of the rank: {(size, case): text}.
+def serve(rank: int, folder: str, chosen: Mapping[int, Sequence[str]]) -> None:
+    """Run cases on groups of several sizes, and write what failed to a file of the rank: {(size, case): text}.
 
-    With a group of 4, "heads" and "gone" too.
+    chosen: names of cases by the size of their group. With a group of 4, "heads" and "gone" are run too.
     """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": max(sizes)}
+    store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": max(chosen)}
     # the last rank waits for its first case until the others have been through all cases of fewer ranks
     distributed.init_process_group("gloo", timeout=dt.timedelta(minutes=10), **store)
     failed: dict[tuple[int, str], str] = {}
-    groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(minutes=10)) for size in sizes}
+    groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(minutes=10)) for size in chosen}
     for size, group in groups.items():
-        for name, case in {**CASES, **REPLAYS.get(size, {})}.items() if rank < size else ():
-            failed[size, name] = _said(partial(case, group))
-    if 4 in sizes:
+        cases = {**CASES, **REPLAYS.get(size, {})}
+        for name in chosen[size] if rank < size else ():
+            failed[size, name] = _said(partial(cases[name], group))
+    if 4 in chosen:
         last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
         pairs = [[distributed.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
         failed[4, "heads"] = _said(partial(heads, pairs[0][rank // 2], pairs[1][rank % 2]))

@@ -27,13 +27,19 @@ REPLAYED = [
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> Failed:
-    """How a case failed. One pool of ranks runs all cases of the smallest groups, and another one the others."""
+def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Failed:
+    """How a case failed. One pool of ranks runs the cases of the smallest groups, and another one the others.
+
+    Of all cases those that this run has selected: most are left to `make test-rest`.
+    """
+    here = (item for item in request.session.items if item.path == request.path)
+    selected = [item.callspec.params for item in here if hasattr(item, "callspec")]
 
     @cache
     def results(sizes: tuple[int, ...]) -> list[dict[tuple[int, str], str]]:
         folder = tmp_path_factory.mktemp("ranks")
-        run_ranks(serve, str(folder), sizes, size=max(sizes))
+        chosen = {size: [params["case"] for params in selected if params["size"] == size] for size in sizes}
+        run_ranks(serve, str(folder), chosen, size=max(sizes))
         return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(max(sizes))]
 
     def of(size: int, case: str) -> dict[int, str]:

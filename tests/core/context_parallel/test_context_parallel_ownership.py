@@ -54,9 +54,9 @@ def test_every_entry_has_one_owner_and_one_number(size: int, interleave: int, en
 # metadata
 
 
-def shuffled_batch(requests: list[tuple[int, int]], columns: int, seed: int = 0) -> Batch:
+def shuffled_batch(requests: list[tuple[int, int]], columns: int) -> Batch:
     """(tokens after the step, query tokens) of each request; tables of random blocks; one row of padding."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     windows = torch.randperm(16 * len(requests), generator=draw).int().reshape(len(requests), 16)
     slots = [int(windows[i, p // 16]) * 16 + p % 16 for i, (n, c) in enumerate(requests) for p in range(n - c, n)]
     entries = torch.randperm(columns * len(requests), generator=draw).int().reshape(len(requests), columns)

@@ -159,8 +159,6 @@ def test_a_failed_step_can_be_run_again() -> None:
 
 def test_a_warm_up_reserves_the_plan_and_later_steps_fit_it() -> None:
     whole = LayerStack(load_backend("reference"))
-    from dsv4attn.core.metadata.forward_context import set_forward_context
-
     with set_forward_context(None):
         for layer in whole.layers:
             assert not layer(whole.hidden(0, 4), torch.zeros(4, dtype=torch.int64)).any()
@@ -268,8 +266,6 @@ def test_a_rank_holds_its_heads_and_the_sum_of_the_ranks_is_the_layer() -> None:
 
 
 def test_metadata_by_prefix_bring_the_states_of_a_layer() -> None:
-    from dsv4attn.core.metadata.forward_context import set_forward_context
-
     whole, other = invariant(), invariant()
     hidden = whole.hidden(0, 30)
     expected = other.cut(hidden, [30])[1][1]
@@ -312,14 +308,6 @@ def test_a_layer_made_in_inference_mode_runs_out_of_it_and_with_parameters() -> 
 
     same(outs, expected)
     assert not any(out.requires_grad for out in outs)
-
-
-def test_a_step_without_tokens_is_none() -> None:
-    whole = LayerStack(load_backend("reference"))
-    for requests in ([], [(whole.manager.new(), 0)]):
-        assert [list(out.shape) for out in whole.run(requests, whole.hidden(0, 0))] == [[0, 48]] * 3
-        padded = whole.run(requests, whole.hidden(0, 3), padding=3)
-        assert all(torch.isfinite(out).all() for out in padded)
 
 
 # selection

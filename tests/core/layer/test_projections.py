@@ -31,6 +31,8 @@ from tests.harness import FP32 as FP32_ROWS
 from tests.harness_v41 import SMALL_V41, v41_stack
 
 BF16, FP32, OCP = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+C4A_INDEX = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
+C4A_ALONE = attrs.evolve(SMALL, layers=(SMALL.layers[C4A_INDEX],))
 each_device = pytest.mark.parametrize("gives_fp32", [False, True], ids=["copies in fp32", "results in fp32"])
 
 
@@ -133,9 +135,8 @@ def test_each_layer_of_v41_makes_as_few_products_as_it_can(gives_fp32: bool) -> 
 
 def test_queries_of_the_indexer_are_not_made_where_all_entries_are_selected() -> None:
     whole = LayerStack(load_backend("reference"))
-    index = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
     rows = SMALL.num_heads * SMALL.head_dim, SMALL.index_n_heads * SMALL.index_head_dim
-    few, many = (run(whole, index, tokens)[1].products[1] for tokens in (4, 17))
+    few, many = (run(whole, C4A_INDEX, tokens)[1].products[1] for tokens in (4, 17))
     assert few in {(SMALL.q_lora_rank, rows[0]), (rows[0], SMALL.q_lora_rank)}
     assert many in {(SMALL.q_lora_rank, sum(rows)), (sum(rows), SMALL.q_lora_rank)}
 
@@ -169,10 +170,9 @@ def test_a_layer_of_bf16_is_the_same_with_results_in_fp32(exact: bool, monkeypat
 def test_kernels_take_parts_of_one_product(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of fp32 products lie apart, and so do queries."""
     monkeypatch.setattr(projections, "gives_fp32", lambda _: True)
-    index = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
-    geometry, outs = attrs.evolve(SMALL, layers=(SMALL.layers[index],)), []
+    outs = []
     for name in ("reference", backend):
-        whole = LayerStack(load_backend(name), FP8, geometry=geometry, dtype=BF16)
+        whole = LayerStack(load_backend(name), FP8, geometry=C4A_ALONE, dtype=BF16)
         outs.append(whole.cut(whole.hidden(3, 19), [17, 2])[1][0].float())
         assert [joined.out_dtype for joined in whole.layers[0]._of_hidden_states.matrices] == [FP32]
     assert float((outs[1] - outs[0]).norm() / outs[0].norm()) < 4e-3
@@ -181,8 +181,7 @@ def test_kernels_take_parts_of_one_product(backend: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_layer_is_the_same_with_weights_whose_elements_lie_apart(backend: str) -> None:
     """Columns of tables, with NaN between their elements: kernels read dense vectors, and the layer makes them."""
-    index = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
-    geometry, outs = attrs.evolve(SMALL, layers=(SMALL.layers[index],)), []
+    outs = []
     dense = {name: value.bfloat16() for name, value in values_of().items()}
     apart = {}
     for name, value in dense.items():
@@ -190,7 +189,7 @@ def test_a_layer_is_the_same_with_weights_whose_elements_lie_apart(backend: str)
         table[..., 1] = value
         apart[name] = value if name in ("wo_a", "wo_b") else table[..., 1]
     for weights in (dense, apart):
-        whole = LayerStack(load_backend(backend), FP8, geometry=geometry, dtype=BF16, weights={0: weights})
+        whole = LayerStack(load_backend(backend), FP8, geometry=C4A_ALONE, dtype=BF16, weights={0: weights})
         outs.append(whole.cut(whole.hidden(3, 19), [17, 2])[1][0].float())
     assert float((outs[1] - outs[0]).norm() / outs[0].norm()) < 4e-3
     # these are refused before a step, which would write caches first
@@ -198,8 +197,8 @@ def test_a_layer_is_the_same_with_weights_whose_elements_lie_apart(backend: str)
         value = dense[name].t().contiguous().t()
         said = rf"^weights\.{name}: expected stride 1 in the last dimension.* -> pass weights\.{name}\.contiguous\(\)"
         with pytest.raises(ArgumentError, match=said):
-            LayerStack(load_backend(backend), FP8, geometry=geometry, dtype=BF16, weights={0: dense | {name: value}})
-        other = AttentionWeights.from_dict(dense | {name: value}, geometry, 0)
+            LayerStack(load_backend(backend), FP8, geometry=C4A_ALONE, dtype=BF16, weights={0: dense | {name: value}})
+        other = AttentionWeights.from_dict(dense | {name: value}, C4A_ALONE, 0)
         with pytest.raises(ArgumentError, match=said):
             whole.layers[0].refresh(other)
 
@@ -240,16 +239,10 @@ def test_a_device_is_asked_once() -> None:
 # memory
 
 
-def stack_of(dtype: torch.dtype, values: dict[int, dict[str, Any]] | None = None) -> LayerStack:
-    return LayerStack(
-        load_backend("reference"), attrs.evolve(FP32_ROWS, dtype=dtype), dtype=dtype, weights=values or {}
-    )
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_no_weight_is_held_twice(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projections, "gives_fp32", lambda _: True)
-    whole = stack_of(dtype)
+    whole = LayerStack(load_backend("reference"), attrs.evolve(FP32_ROWS, dtype=dtype), dtype=dtype)
     for layer in [*whole.layers, *copy.deepcopy(whole.layers)]:
         layer._see_weights()
         named = [value for _, value in layer._weights.named()]
@@ -272,14 +265,11 @@ class Model(nn.Module):
 
 
 def layer_of(weights: dict[str, Any]) -> LayerStack:
-    index = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
-    geometry = attrs.evolve(SMALL, layers=(SMALL.layers[index],))
-    return LayerStack(load_backend("reference"), geometry=geometry, weights={0: weights})
+    return LayerStack(load_backend("reference"), geometry=C4A_ALONE, weights={0: weights})
 
 
 def values_of() -> dict[str, Tensor]:
-    index = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
-    return random_weights(SMALL, index)
+    return random_weights(SMALL, C4A_INDEX)
 
 
 def test_a_module_keeps_its_names_and_what_is_loaded_is_seen_without_a_copy() -> None:
@@ -420,11 +410,9 @@ def test_a_weight_that_others_see_stays_where_it_is(own: Any) -> None:
 def test_parts_of_ranks_stay_parts_of_the_whole() -> None:
     """Queries of a rank are a part of a larger matrix, and have a product of their own."""
     values = values_of()
-    index = next(i for i, (kind, _) in enumerate(SMALL.layers) if kind is LayerKind.CSA)
-    geometry = attrs.evolve(SMALL, layers=(SMALL.layers[index],))
-    weights = AttentionWeights.from_dict(values, geometry, 0).shard(1, 2)
+    weights = AttentionWeights.from_dict(values, C4A_ALONE, 0).shard(1, 2)
     backend, limits = load_backend("reference"), layer_of(values_of()).limits
-    layer = DeepseekV4Attention("layer", geometry.tensor_parallel(2), 0, limits, backend, weights)
+    layer = DeepseekV4Attention("layer", C4A_ALONE.tensor_parallel(2), 0, limits, backend, weights)
     assert [[*joined.rows] for joined in layer._of_latent.matrices] == [["indexer.wq_b"], ["wq_b"]]
     assert len(layer._of_hidden_states.matrices) == 1
     assert isinstance(weights.wq_b, Tensor)

@@ -172,20 +172,6 @@ def test_a_locked_arena_that_was_not_reserved_has_no_memory() -> None:
         manager.reserve(WorkspacePlan({"late": 9}), caller="warm-up")
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_zero_size_requests_are_legal_first_between_and_alone(debug: bool) -> None:
-    manager = WorkspaceManager(debug=debug)
-
-    assert manager.get_simultaneous() == []
-    (alone,) = manager.get_simultaneous(((0, 512), BF16))
-    assert (alone.shape, alone.dtype) == ((0, 512), BF16)
-    first, between, last = manager.get_simultaneous(((3,), I32), ((2, 0, 5), F32), ((3,), I32))
-    assert between.shape == (2, 0, 5)
-    assert span(first).stop <= span(last).start
-    scalar = manager.get_simultaneous(((), F32))[0]
-    assert (scalar.shape, scalar.numel()) == ((), 1)
-
-
 def test_a_negative_size_is_refused_before_anything_is_handed_out() -> None:
     manager = WorkspaceManager()
     with pytest.raises(ArgumentError, match=r"workspace shape: expected no negative size, got \[-2, -3\]"):

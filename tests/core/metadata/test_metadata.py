@@ -52,20 +52,6 @@ def refused(build: MetadataBuilder, make: Callable[[], Batch], said: str) -> Non
 
 
 @all_builder_ops
-def test_a_good_batch_is_built_for_all_kinds(builder_ops: str) -> None:
-    metadata = builder(builder_ops=BUILDER_OPS[builder_ops]).build_for(
-        batch_of([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A]
-    )
-    swa = metadata[SWA].swa
-
-    assert (swa.num_decodes, swa.num_prefills, swa.num_decode_tokens, swa.num_prefill_tokens) == (2, 1, 3, 9)
-    assert (swa.max_query_len, swa.max_seq_len, swa.num_actual_tokens) == (9, 40, 12)
-    assert swa.decode_swa_lens.tolist() == [8, 4, 5]
-    assert metadata[SWA].compressed is None
-    assert isinstance(metadata[C4A].compressed, CompressedMetadata)
-
-
-@all_builder_ops
 @pytest.mark.parametrize("query", [[], [0, 0], [0, 1, 0]])
 def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int], builder_ops: str) -> None:
     metadata = builder(builder_ops=BUILDER_OPS[builder_ops]).build_for(
@@ -334,16 +320,6 @@ def test_padding_rows_may_name_no_block_at_all(builder_ops: str) -> None:
     assert metadata.decode_swa_lens.tolist() == [0, 0]
     assert bool((metadata.decode_swa_indices == -1).all())
     assert metadata.is_valid_token.tolist() == [False, False]
-
-
-@all_builder_ops
-def test_tokens_with_a_negative_slot_are_padding(builder_ops: str) -> None:
-    metadata = builder(builder_ops=BUILDER_OPS[builder_ops]).build(
-        batch_of([1, 2], [5, 9], slot_mapping=torch.tensor([4, -1, -1]))
-    )
-
-    assert metadata.is_valid_token.tolist() == [True, False, False]
-    assert metadata.decode_swa_lens.tolist() == [5, 0, 0]
 
 
 def test_without_cache_sizes_only_impossible_blocks_are_found() -> None:

@@ -283,16 +283,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "not truncated": ({"rope_scaling": {**SCALING, "truncate": False}}, "truncate: expected True, .*got False"),
     "yarn in the main table": (nested({**COMPRESS, "rope_theta": 10000.0}), r"main: rope_type: expected 'default'"),
-    "linear": (
-        {"rope_scaling": {"type": "linear", "factor": 4}},
-        "rope_type: expected 'default' or 'yarn', got 'linear'",
-    ),
     "dynamic beside": ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters: rope_type: .*got 'dynamic'"),
     "factor null": ({"rope_scaling": {**SCALING, "factor": None}}, "'factor' is missing"),
-    "length left out": (
-        {"rope_scaling": without(SCALING, "original_max_position_embeddings")},
-        "'original_max_position_embeddings' is missing",
-    ),
     # not understood
     "unknown": (
         {"rope_scaling": {**SCALING, "fator": 1.0}},
@@ -305,12 +297,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown type of layers beside": ({"rope_parameters": {"full_attention": PLAIN}}, "unknown key 'full_attention'"),
     "a table that is none": ({"rope_parameters": {"main": 3}}, "unknown key 'main'"),
-    # what transformers has defaults for, of no released model
-    "no dims": ({"qk_rope_head_dim": OUT}, "'qk_rope_head_dim' is missing"),
-    "no layers": ({"compress_ratios": OUT}, "expected a list in 'layer_types' or 'compress_ratios'"),
-    "no number of layers": ({"num_hidden_layers": OUT}, "'num_hidden_layers' is missing"),
-    "no window": ({"sliding_window": OUT}, "'sliding_window' is missing"),
-    "ratios as floats": ({"compress_ratios": [*map(float, RATIOS)]}, r"compress_ratios\[0\]: .*got 0\.0"),
 }
 REFUSED_BY_BOTH: dict[str, tuple[dict[str, Any], str]] = {
     "rope_type null, without type": ({"rope_scaling": {**YARN, "rope_type": None}}, "'factor' is one of YaRN's"),

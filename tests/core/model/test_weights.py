@@ -64,6 +64,8 @@ def test_each_block_is_multiplied_by_its_own_scale(
     drawn = Scaled.draw(sum(shape), *shape, dialect, form)
 
     assert_worth(dense_weight(drawn.module(name)), drawn.values)
+    assert_worth(dense_weight(drawn.pair()), drawn.values)
+    assert_worth(dense_weight(BlockScaledWeight.of(drawn.module(name))), drawn.values)
 
 
 @each_dialect
@@ -138,16 +140,6 @@ def test_both_names_may_say_the_same() -> None:
 
 
 # what is cached
-
-
-def test_it_is_computed_once() -> None:
-    module = Scaled.draw(5, 40, 50, OCP, "fp32").module()
-    first = dense_weight(module)
-    with operations() as ran:
-        again = dense_weight(module)
-
-    assert again is first
-    assert not ran
 
 
 def test_two_weights_do_not_get_each_others_copy() -> None:
@@ -317,18 +309,6 @@ def test_parameters_of_a_module_serve_in_and_out_of_inference_mode() -> None:
 
 
 # the class
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@each_dialect
-@each_form
-def test_a_block_scaled_weight_is_worth_what_its_module_is(
-    shape: tuple[int, int], dialect: torch.dtype, form: str
-) -> None:
-    drawn = Scaled.draw(sum(shape), *shape, dialect, form)
-
-    assert_worth(dense_weight(drawn.pair()), drawn.values)
-    assert_worth(dense_weight(BlockScaledWeight.of(drawn.module("weight_scale"))), drawn.values)
 
 
 def test_weights_made_anew_of_the_same_tensors_share_one_copy() -> None:

@@ -24,7 +24,7 @@ from tests.harness import BUILDER_OPS, all_builder_ops
 INT = torch.int32
 
 
-def built(scenario: StepFixture, builder_ops: str = "torch") -> AttentionMetadata:
+def built(scenario: StepFixture, builder_ops: str) -> AttentionMetadata:
     """Metadata of a scenario's batch."""
     builder = MetadataBuilder(
         scenario.geometry,
@@ -78,6 +78,8 @@ def test_window_metadata_equals_the_formulas(scenario: StepFixture, builder_ops:
     assert swa.prefill_gather_lens.tolist() == [n + min(context, window - 1) for context, n, *_ in prefills]
     assert swa.prefill_seq_lens.tolist() == [context + n for context, n, *_ in prefills]
     assert swa.prefill_query_lens_cpu.tolist() == [n for _, n, *_ in prefills]
+    assert swa.max_query_len == max((n for _, n, *_ in scenario.requests), default=0)
+    assert swa.max_seq_len == max((context + n for context, n, *_ in scenario.requests), default=0)
 
 
 @all_builder_ops
@@ -301,51 +303,6 @@ def test_combination_equals_the_formula(data: st.DataObject, ratio: int, window:
     )
 
     assert list(zip(out[0].tolist(), out[1].tolist(), strict=True)) == expected
-
-
-# defects that others shipped
-
-
-def test_an_interior_minus_one_never_becomes_the_neighbours_row() -> None:
-    """[0, -1, 2] of request 1 with M = 100 once gave [100, 99, 102]."""
-    out = torch.empty(2, 4, dtype=INT), torch.empty(2, dtype=INT)
-    topk = torch.tensor([[0, -1, 2], [0, -1, 2]], dtype=INT)
-
-    is_valid = torch.ones(2, dtype=torch.bool)
-    tokens = ChunkTokens(
-        int32(12, 12), int32(1, 1), int32(0, 1, 2), int32(3, 3), is_valid, window=1, topk=3, rows=100, offset=50
-    )
-    indices.combine_topk_swa_indices(topk, tokens, out=out)
-
-    assert out[0].tolist() == [[0, 2, 50, -1], [100, 102, 150, -1]]
-    assert out[1].tolist() == [3, 3]
-
-
-def test_a_minus_one_before_valid_entries_loses_none_of_them() -> None:
-    """[3, -1, 5, -1] once counted two valid entries and then looked at the first two columns."""
-    slots, lens, table = torch.empty(1, 4, dtype=INT), torch.empty(1, dtype=INT), torch.arange(8, dtype=INT)[None]
-    indices.compute_global_topk_indices_and_lens(
-        torch.tensor([[3, -1, 5, -1]], dtype=INT), int32(6), int32(0), table, 1, out=(slots, lens)
-    )
-    flat, indptr = torch.empty(4, dtype=INT), torch.empty(2, dtype=INT)
-    indices.build_ragged_indices_from_dense(slots, lens, 8, out=(flat, indptr))
-
-    assert (slots.tolist(), lens.tolist()) == ([[3, -1, 5, -1]], [3])
-    assert flat[: int(indptr[1])].tolist() == [3, -1, 5]
-    indices.compute_global_topk_ragged_indices_and_indptr(
-        torch.tensor([[3, -1, -1, 5]], dtype=INT), int32(2**31 - 1), int32(0), table, 1, out=(flat, indptr)
-    )
-    assert flat[: int(indptr[1])].tolist() == [3, 5, -1, -1]
-
-
-@pytest.mark.parametrize("garbage", [6, 100, 2**31 - 1, 0x7FC00000, -(2**31)])
-def test_an_entry_number_out_of_bounds_is_absent(garbage: int) -> None:
-    slots, lens, table = torch.empty(1, 2, dtype=INT), torch.empty(1, dtype=INT), torch.arange(3, dtype=INT)[None]
-    indices.compute_global_topk_indices_and_lens(
-        torch.tensor([[garbage, 1]], dtype=INT), int32(2**31 - 1), int32(0), table, 2, out=(slots, lens)
-    )
-
-    assert slots.tolist() == [[-1, 1]]
 
 
 def test_select_all_takes_rows_and_columns_of_a_larger_buffer() -> None:
