@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -83,6 +86,17 @@ def test_letters_that_an_encoding_lacks_are_escaped(vendor: Machine) -> None:
 
     assert result.exit_code == 0, result.output
     assert "ImportError: \\xfc" in result.stdout
+
+
+def test_bytes_of_a_folder_that_are_no_letters_are_escaped(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"\xe9")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    Path("dsv4attn.toml").write_text('backend = "reference"\n', encoding="utf-8")
+
+    assert any("\\udce9/dsv4attn.toml" in line for line in piped(["backends"], None))
 
 
 @pytest.mark.parametrize("name", ["backends", "explain", "run", "conform", "parity"])
