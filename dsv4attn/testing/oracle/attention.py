@@ -358,7 +358,6 @@ def inverse_rope_project(o: F64, cos: F64, sin: F64, rope_dim: int, wo_a: F64, w
 
 FP8_GROUP, FP4_GROUP = 32, 16
 FP4_LEAST_SCALE = 2.0**-9  # the smallest e4m3fn number above zero
-FP4_NAN_SCALE = 0x7F
 
 
 def record_fp8(row: F64, scale_floor: float = 0.0) -> U8:
@@ -388,8 +387,6 @@ def record_fp4(row: F64) -> U8:
 
 def group_fp4(values: F64) -> tuple[U8, int]:
     """Return codes 0 to 15 of a group, and its scale byte: of a sixth of the largest magnitude, at least 2^-9."""
-    if np.isnan(values).any():
-        return np.zeros(len(values), dtype=np.uint8), FP4_NAN_SCALE
     byte = int(encode_e4m3(np.array(max(float(np.abs(values).max()) / 6, FP4_LEAST_SCALE)), False))
     return encode_e2m1(values / decode_e4m3(np.array(byte, dtype=np.uint8), False)), byte
 

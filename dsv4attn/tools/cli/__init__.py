@@ -103,7 +103,7 @@ class _Commands(click.Group):
         as_json = "--json" in args
         _stdout.set(sys.stdout)
         try:
-            with redirect_stdout(sys.stderr) if as_json else nullcontext(), warnings.catch_warnings(), _full_disk():
+            with redirect_stdout(sys.stderr) if as_json else nullcontext(), warnings.catch_warnings(), _os_errors():
                 ignore_interpreter_warnings()
                 code = super().main(args, *rest, **{**options, "standalone_mode": False})
         except click.ClickException as error:
@@ -143,14 +143,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextmanager
-def _full_disk() -> Iterator[None]:
-    """Turn a failed write of the output into an error of one line; also a write of what is buffered at the end."""
+def _os_errors() -> Iterator[None]:
+    """Turn a name that is too long, and a failed write of the output, also at the end, into an error of one line."""
     stdout = _stdout.get()
     assert stdout is not None
     try:
         yield
         stdout.flush()
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise click.UsageError(f"{error.filename!r}: {error.strerror}") from None
         if error.filename is not None or error.errno not in _FULL:
             raise
         # the interpreter would fail again, on what is buffered

@@ -246,6 +246,9 @@ def console() -> Console:
                     _uncut(shown, fold=columns)
             super().print(*objects, **{"crop": False, **options})
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # names of files may have bytes that are no letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
     whole_signs = _has_signs(sys.stdout.encoding)
     stream = sys.stdout if whole_signs else cast("TextIO", _Plain(sys.stdout))

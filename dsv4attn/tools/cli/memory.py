@@ -321,16 +321,16 @@ def _mib(size: int) -> str:
 def _show(answer: Answer) -> None:
     """Print the verdict, the table of sizes and what fits."""
     limits, out = answer.limits, console()
-    out.print(answer.verdict, style="bold green" if answer.left >= 0 else "bold red", soft_wrap=True)
+    out.print(answer.verdict, style="bold green" if answer.left >= 0 else "bold red")
     out.print(_table(answer))
     tokens, requests = f"{limits.max_model_len:,} tokens", f"{limits.max_num_reqs:,} requests"
     longest = f"{answer.longest:,} tokens" if answer.longest else "none fits"
     of_model = ", the model's longest" * (answer.longest == answer.deployment.geometry.max_position)
-    out.print(f"longest context of {requests}: {longest}{of_model}", soft_wrap=True)
+    out.print(f"longest context of {requests}: {longest}{of_model}")
     most = f"{answer.most:,}{' or more' * (answer.most == _MANY)}" if answer.most else "none fits"
-    out.print(f"most requests of {tokens}: {most}", soft_wrap=True)
+    out.print(f"most requests of {tokens}: {most}")
     if left_out := answer.deployment.sizes.left_out:
-        out.print(f"not counted: weights of {' and '.join(left_out)}", soft_wrap=True)
+        out.print(f"not counted: weights of {' and '.join(left_out)}")
 
 
 def _table(answer: Answer) -> Table:

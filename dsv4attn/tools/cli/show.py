@@ -309,7 +309,7 @@ def show(
     for i, picture in enumerate(pictures):
         drawn = [picture.text()] if length <= _MOST_COLUMNS else []
         lines = [*([""] if i and drawn else []), picture.title, *drawn, picture.last]
-        console().print("\n".join(lines), soft_wrap=True)
+        console().print("\n".join(lines), soft_wrap=bool(drawn))
 
 
 def _changed(

@@ -91,6 +91,14 @@ def test_a_full_disk_is_one_line_and_a_closed_pipe_is_none(words: str) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("words", ["show --plot", "memory --save", "explain --model /", "new-plugin acme --dir"])
+def test_a_name_that_is_too_long_is_one_line(words: str) -> None:
+    result = CliRunner().invoke(cli.main, f"{words} {'a' * 300}".replace("/ ", "/").split())
+
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].endswith("aaa': File name too long")
+
+
 def test_every_command_can_be_loaded() -> None:
     for name in cli._COMMANDS:
         assert invoke(name, "--help").exit_code == 0

@@ -76,6 +76,7 @@ def test_flash_fits_eight_cards_of_24_gib_and_not_one(machine: Machine, tmp_path
     assert values["verdict"].endswith("-> it fits with --tensor-parallel 8")
     assert json.loads(saved.read_text(encoding="utf-8")) == values
     assert picture.read_text(encoding="utf-8").startswith("<?xml")
+    assert max(map(len, machine.run("memory", *options)[1])) <= 80
     code, values = machine.json("memory", *options, "--tensor-parallel", "8")
     used = [values[name] for name in ("workspace", "temporaries", "other", "left")]
     parts = [*values["weights"].values(), *values["caches"].values()]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -18,6 +21,7 @@ COMMANDS = {
     "explain": (["explain", "--backend", "acme"], f"({LONG} 0.2)"),
     "doctor": (["doctor"], "decode and prefill: reference: the only backend native to cpu that can run this call"),
     "run": (["run", "--max-requests", "1", "--max-tokens", "4", "--verbose"], "temporaries in addition, at most"),
+    "show": (["show", "--length", "101"], "attends to tokens"),
     "bench": (["bench", "decode", "--cases", "flash_swa", "--batches", "1", "--rounds", "1"], "flash_swa"),
     "conform": (["conform", "reference", "--filter", "lse-decode"], "lse-decode"),
     "parity": (
@@ -85,7 +89,18 @@ def test_letters_that_an_encoding_lacks_are_escaped(vendor: Machine) -> None:
     assert "ImportError: \\xfc" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["backends", "explain", "run", "conform", "parity"])
+def test_bytes_of_a_folder_that_are_no_letters_are_escaped(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"\xe9")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    Path("dsv4attn.toml").write_text('backend = "reference"\n', encoding="utf-8")
+
+    assert any("\\udce9/dsv4attn.toml" in line for line in piped(["backends"], None))
+
+
+@pytest.mark.parametrize("name", ["backends", "explain", "run", "show", "conform", "parity"])
 def test_columns_fold_a_pipe_and_cut_nothing(vendor: Machine, name: str) -> None:
     args, _ = COMMANDS[name]
     folded = piped(args, "60")
