@@ -58,11 +58,12 @@ class KeptPages:
     """Pages of one group that hold what the next tokens of a sequence read; none where they read nothing of a group.
 
     caches: every cache of the group; `cache.tensor[blocks]` are the contents to store, [pages, ...].
-    blocks: numbers of the pages in these caches, in the order of the sequence's tokens.
+    blocks: numbers of the pages in these caches, in the order of the sequence's tokens. A list: with a tuple torch
+       would index several dimensions.
     """
 
     caches: tuple[PagedKVCache, ...] = field(repr=False)
-    blocks: tuple[int, ...]
+    blocks: list[int]
 
 
 class CacheManager:
@@ -210,8 +211,8 @@ class CacheManager:
         for name, first in self._needed(length).items():
             n = self.tokens_per_block[name]
             # where no token is read, the page of the last one may have been given back
-            blocks = sequence.tables[name].blocks[first // n : -(-length // n)] if first < length else ()
-            kept[name] = KeptPages(tuple(self._of_group(name)), tuple(blocks))
+            blocks = sequence.tables[name].blocks[first // n : -(-length // n)] if first < length else []
+            kept[name] = KeptPages(tuple(self._of_group(name)), blocks)
         return kept
 
     def restore(self, length: int) -> CachedSequence:

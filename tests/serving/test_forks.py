@@ -104,7 +104,7 @@ def test_what_is_kept_continues_in_another_manager_at_every_length(
         kept, pages = whole.manager.what_to_keep(sequence, length), other.manager.what_to_keep(restored[length])
         for name, source in kept.items():
             for ours, theirs in zip(pages[name].caches, source.caches, strict=True):
-                ours.tensor[[*pages[name].blocks]] = theirs.tensor[[*source.blocks]]
+                ours.tensor[pages[name].blocks] = theirs.tensor[source.blocks]
     for step in range(later):
         tokens = torch.tensor([length + step for length in lengths])
         outs = other.step([(each, 1) for each in restored.values()], hidden[tokens])
