@@ -81,27 +81,6 @@ def test_entries_become_slots_of_their_own_request(seed: int, *, deep: bool) -> 
     assert lens.tolist() == [len(row) for row in expected]
 
 
-def test_without_visible_lens_a_row_has_the_entries_that_stand_in_it() -> None:
-    """The field's rule: as many places as entries, for a token that is one; an attention over more is another one."""
-    topk = ints(
-        [
-            [2, 0, 1, -1, -1, -1],
-            [-1, -1, -1, -1, -1, -1],
-            [0, -1, 1, -1, -1, -1],
-            [0, 1, 2, 3, 4, 5],
-            [5, 7, -7, 4, 1, 0],
-        ]
-    )
-    valid = torch.tensor([True, True, True, False, True], device=DEVICE)
-
-    flat, indptr, lens = compute_global_topk_ragged_indices_and_indptr(topk, ints([0] * 5), ints([[7, -1]]), 3, valid)
-
-    assert lens.tolist() == [3, 0, 2, 0, 4]
-    assert indptr.tolist() == [0, 3, 3, 5, 5, 9]
-    # entries 4 and 5 are of a block that is gone: their places are there, after the others
-    assert flat[:9].tolist() == [23, 21, 22, 21, 22, 22, 21, -1, -1]
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_entries_and_windows_become_rows_of_the_gathered_keys(seed: int) -> None:
     rng = Random(seed)

@@ -10,7 +10,7 @@ import torch
 from attrs import fields
 
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.cache.selected_keys import PageTable, StepTokens
+from dsv4attn.core.cache.selected_keys import PageTable
 from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.rank_buffers import PAGE_TOKENS, key_tokens, keys_are_less
@@ -133,10 +133,9 @@ class OwnedMetadataBuilder(MetadataBuilder):
         numbers = -first * width, (batch.num_reqs - first) * width
         torch.arange(*numbers, dtype=torch.int32, device=whole.device, out=whole)
         lens, slots = self._whole_lens[layer.key], self._whole_slots
-        step_tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
         whole = whole.view(batch.num_reqs, width)
         build = self.builder_ops.build_compressed_slot_mapping
-        build(step_tokens, PageTable(whole, records), layer.compress_ratio, out=(slots, lens))
+        build(swa.step_tokens, PageTable(whole, records), layer.compress_ratio, out=(slots, lens))
         kept = {attribute.name: getattr(compressed, attribute.name) for attribute in fields(CompressedMetadata)}
         # without fields of a backend's own, which are of this rank's entries
         part = CompressedMetadata(**{**kept, "block_table": whole, "compressed_lens": lens[: swa.num_actual_tokens]})

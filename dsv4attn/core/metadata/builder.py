@@ -278,8 +278,7 @@ class MetadataBuilder:
         records = self.compressed_block_tokens // ratio
 
         slots, lens = self._slots[layer.key], self._entries[layer.key]
-        step_tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
-        self._map_entries(step_tokens, PageTable(table, records), ratio, out=(slots, lens))
+        self._map_entries(swa.step_tokens, PageTable(table, records), ratio, out=(slots, lens))
         self._hits.hide_entries(batch, swa, slots)
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.HCA else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
@@ -382,9 +381,9 @@ class MetadataBuilder:
         if self.geometry.shared_latent:
             ring = self._hits.requests_of_ring(batch, swa, layer)
             return CompressorMetadata(block_size=size, block_table=table, req_id_per_token=ring)
-        tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
         # every token completes an entry of ratio 1: its own state
-        self.builder_ops.build_compressed_slot_mapping(tokens, PageTable(table, size), 1, out=(slots, self._state_lens))
+        build, pages = self.builder_ops.build_compressed_slot_mapping, PageTable(table, size)
+        build(swa.step_tokens, pages, 1, out=(slots, self._state_lens))
         self._hits.hide_states(batch, swa, slots)
         rows = slots[: max(swa.num_actual_tokens, batch.slot_mapping.shape[0])]
         return CompressorMetadata(block_size=size, block_table=table, slot_mapping=rows)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.cache.selected_keys import RaggedIndices, RequestRows
+from dsv4attn.core.cache.selected_keys import RaggedIndices, RequestRows, StepTokens
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.reprs import fields_repr
 from dsv4attn.core.tensorspec import check_declared, check_tensor, size, tensor
@@ -218,6 +218,11 @@ class WindowMetadata:
     def num_actual_tokens(self) -> int:
         """Tokens of the batch, without padding."""
         return self.num_decode_tokens + self.num_prefill_tokens
+
+    @property
+    def step_tokens(self) -> StepTokens:
+        """All tokens of the step, as index ops take them."""
+        return StepTokens(self.query_start_loc, self.seq_lens, self.token_to_req_indices, self.is_valid_token)
 
     @property
     def decode_swa_ragged(self) -> RaggedIndices | None:

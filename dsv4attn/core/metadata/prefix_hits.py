@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache.selected_keys import StepTokens
 from dsv4attn.core.contract.builder_ops import BuilderOps
 from dsv4attn.core.metadata.metadata import Batch, WindowMetadata
 from dsv4attn.core.model.layer_geometry import LayerGeometry
@@ -34,11 +33,11 @@ class PrefixHits:
 
     def hide_entries(self, batch: Batch, swa: WindowMetadata, slots: Tensor) -> None:
         """Set the slots [>= T] of entries that a hit has to -1."""
-        self._hide(batch, swa, batch.num_cached_tokens, slots)
+        self._hide(swa, batch.num_cached_tokens, slots)
 
     def hide_states(self, batch: Batch, swa: WindowMetadata, slots: Tensor) -> None:
         """Set the slots [>= T] of states that are cached to -1."""
-        self._hide(batch, swa, _cached_states(batch), slots)
+        self._hide(swa, _cached_states(batch), slots)
 
     def requests_of_ring(self, batch: Batch, swa: WindowMetadata, layer: LayerGeometry) -> Tensor | None:
         """Request [T] int32 of each token whose state is written, or read by an entry that is stored; -1 for others.
@@ -52,17 +51,16 @@ class PrefixHits:
         requests[:tokens].copy_(swa.token_to_req_indices)
         requests[tokens:].fill_(-1)
         # an entry on both sides of the end has its states in a page that the request writes, so the page is its own
-        return requests[:tokens].masked_fill_(self._mask(batch, swa, cached, layer.compress_ratio), -1)
+        return requests[:tokens].masked_fill_(self._mask(swa, cached, layer.compress_ratio), -1)
 
-    def _hide(self, batch: Batch, swa: WindowMetadata, num_cached: Tensor | None, slots: Tensor) -> None:
+    def _hide(self, swa: WindowMetadata, num_cached: Tensor | None, slots: Tensor) -> None:
         if num_cached is not None:
-            slots[: swa.num_actual_tokens].masked_fill_(self._mask(batch, swa, num_cached, 1), -1)
+            slots[: swa.num_actual_tokens].masked_fill_(self._mask(swa, num_cached, 1), -1)
 
-    def _mask(self, batch: Batch, swa: WindowMetadata, num_cached: Tensor, ratio: int) -> Tensor:
+    def _mask(self, swa: WindowMetadata, num_cached: Tensor, ratio: int) -> Tensor:
         """[T] bool: see `index_ops.build_cached_mask`. The next call overwrites it."""
         mask = self._is_cached[: swa.num_actual_tokens]
-        tokens = StepTokens(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token)
-        self._build(tokens, num_cached, ratio, out=mask)
+        self._build(swa.step_tokens, num_cached, ratio, out=mask)
         return mask
 
 

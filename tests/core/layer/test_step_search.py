@@ -73,9 +73,11 @@ class Program:
         self.sequences = [self.whole.manager.new() for _ in range(3)]
         self.tokens: list[list[int]] = [[] for _ in self.sequences]
         self.next_token = 0
+        self.ran: list[tuple[str, list[tuple[int, int, int]], list[Tensor]]] = []
+        """For each step: what it was, (sequence, first token, tokens) of its requests, and their outputs by layer."""
 
     def step(self, counts: list[int], padding: Padding) -> None:
-        """Run a step of some sequences, and compare its real tokens."""
+        """Run a step of some sequences, and keep what it gives for its real tokens."""
         chosen = [
             (i, count, tail)
             for i, (count, tail) in enumerate(zip(counts, padding.tails, strict=True))
@@ -100,21 +102,21 @@ class Program:
         manager.builder.validate = padding.validate
         outs = self.whole.forward(padded(batch, padding), hidden, positions)
         manager.advance([(self.sequences[i], count) for i, count, _ in chosen])
-        for layer, (out, right) in enumerate(zip(outs, self.recomputed([i for i, *_ in chosen]), strict=True)):
-            last = [of[len(of) - count :] for of, (_, count, _) in zip(right, chosen, strict=True)]
-            expected = torch.cat([out[:0], *last])
-            said = f"layer {layer}: {chosen}, {padding}"
-            torch.testing.assert_close(out[real], expected, rtol=1e-3, atol=1e-4, msg=said)
+        for layer, out in enumerate(outs):
             assert out.shape[0] == positions.shape[0]
             assert not bool(out[~real].any()), f"layer {layer}: padding is not zero: {padding}"
+        spans = [(i, len(self.tokens[i]) - count, count) for i, count, _ in chosen]
+        self.ran.append((f"{chosen}, {padding}", spans, [out[real] for out in outs]))
 
-    def recomputed(self, which: list[int]) -> list[list[Tensor]]:
-        """By layer and sequence: the outputs of all tokens, in one step of new sequences."""
-        new = [(self.scratch.manager.new(), len(self.tokens[i])) for i in which]
-        outs = self.scratch.step(new, self.embedding[[t for i in which for t in self.tokens[i]]])
-        for sequence, _ in new:
-            self.scratch.manager.free(sequence)
-        return [list(out.split([count for _, count in new])) for out in outs]
+    def compare(self) -> None:
+        """Compare all steps with one step of new sequences that have all tokens."""
+        new = [(self.scratch.manager.new(), len(tokens)) for tokens in self.tokens]
+        outs = self.scratch.step(new, self.embedding[[token for tokens in self.tokens for token in tokens]])
+        right = [out.split([count for _, count in new]) for out in outs]
+        for said, spans, mine in self.ran:
+            for layer, (out, rows) in enumerate(zip(mine, right, strict=True)):
+                expected = torch.cat([out[:0], *(rows[i][first : first + count] for i, first, count in spans)])
+                torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4, msg=f"layer {layer}: {said}")
 
     def copy(self, *, pickled: bool) -> None:
         """Go on with a copy of layers, caches and sequences; the original must not matter any more."""
@@ -162,3 +164,4 @@ def test_g27_tokens_that_are_not_real_and_copies_change_nothing(
         else:
             program.step(*arguments)
     program.step([1, 1, 1], Padding())
+    program.compare()

@@ -153,30 +153,6 @@ def test_two_weights_do_not_get_each_others_copy() -> None:
 Change = Callable[[Any, Scaled], None]
 
 
-def writes_the_weight(module: Any, other: Scaled) -> None:
-    module.weight.copy_(other.weight())
-
-
-def writes_the_scale(module: Any, other: Scaled) -> None:
-    module.weight_scale_inv.copy_(other.scale)
-
-
-def gives_the_weight_other_memory(module: Any, other: Scaled) -> None:
-    module.weight.data = other.weight()
-
-
-def gives_the_scale_other_memory(module: Any, other: Scaled) -> None:
-    module.weight_scale_inv.data = other.scale.to(DEVICE)
-
-
-def replaces_the_weight(module: Any, other: Scaled) -> None:
-    module.weight = other.weight()
-
-
-def replaces_the_scale(module: Any, other: Scaled) -> None:
-    module.weight_scale_inv = other.scale.to(DEVICE)
-
-
 def replaces_the_scale_by_one_in_its_memory(module: Any, other: Scaled) -> None:
     module.weight_scale_inv.data.copy_(other.scale)
     module.weight_scale_inv = module.weight_scale_inv.data
@@ -199,14 +175,21 @@ def forgets_what_torch_does_not_see(module: Any, other: Scaled) -> None:
     forget(module)
 
 
-CHANGES = [
-    writes_the_weight, writes_the_scale, gives_the_weight_other_memory, gives_the_scale_other_memory,
-    replaces_the_weight, replaces_the_scale, replaces_the_scale_by_one_in_its_memory, renames_the_scale,
-    renames_the_scale_and_keeps_its_memory, forgets_what_torch_does_not_see,
-]  # fmt: skip
+CHANGES: dict[str, Change] = {
+    "the weight is written": lambda module, other: module.weight.copy_(other.weight()),
+    "the scale is written": lambda module, other: module.weight_scale_inv.copy_(other.scale),
+    "the weight has moved": lambda module, other: setattr(module.weight, "data", other.weight()),
+    "the scale has moved": lambda module, other: setattr(module.weight_scale_inv, "data", other.scale.to(DEVICE)),
+    "another weight": lambda module, other: setattr(module, "weight", other.weight()),
+    "another scale": lambda module, other: setattr(module, "weight_scale_inv", other.scale.to(DEVICE)),
+    "another scale in the same memory": replaces_the_scale_by_one_in_its_memory,
+    "another name of the scale": renames_the_scale,
+    "another name of the scale, the same memory": renames_the_scale_and_keeps_its_memory,
+    "what torch does not see, and forgotten": forgets_what_torch_does_not_see,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_it_is_computed_again_when_something_changed(change: Change) -> None:
     first, second = (Scaled.draw(seed, 140, 50, OCP, "fp32") for seed in (8, 9))
     module = first.module()
@@ -233,7 +216,7 @@ def test_new_numbers_appear_where_a_captured_graph_reads_them() -> None:
     module = first.module()
     copy = dense_weight(module)
     address = copy.data_ptr()
-    writes_the_weight(module, second)
+    module.weight.copy_(second.weight())
 
     assert dense_weight(module).data_ptr() == address
     assert_worth(copy, Scaled(second.codes, first.scale, OCP).values)
