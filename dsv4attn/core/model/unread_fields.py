@@ -62,7 +62,7 @@ _WORDS = frozenset(
     {
         *("attention", "attentions", "attn", "candidate", "candidates", "compress", "compressed", "compression"),
         *("compressor", "csa", "dsa", "hc", "hca", "heads", "index", "indexer", "key", "keys", "kv", "latent", "mhc"),
-        *("mla", "position", "positions", "qk", "qkv", "queries", "query", "rope", "rotary", "sink", "sinks"),
+        *("mla", "nsa", "position", "positions", "qk", "qkv", "queries", "query", "rope", "rotary", "sink", "sinks"),
         *("sliding", "softmax", "sparse", "swa", "topk", "window", "yarn"),
     }
 )
@@ -95,6 +95,6 @@ def refuse_unread(fields: Mapping[str, Any], name: str, *, v41: bool) -> None:
 
 
 def _speaks_of_attention(key: str) -> bool:
-    return bool(re.search(r"head_(dim|size)|^layer_types$|^[qkvo]_", key)) or not _WORDS.isdisjoint(
-        key.lower().split("_")
-    )
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
+    listed = re.search(r"head_(dim|size)|^layer_types$|^(local|global|full)_layers|^[qkvo]_", words)
+    return listed is not None or not _WORDS.isdisjoint(words.split("_"))

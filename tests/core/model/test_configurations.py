@@ -271,6 +271,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"swa_layers": [1], "csa_rate": 8, "hca_layers": [2]},
         r"not read here: swa_layers=\[1\].*, csa_rate=8.*, hca_layers=\[2\]",
     ),
+    "words of other models": (
+        {"nsa_block": 64, "slidingWindow": 8, "local_layers": [1]},
+        r"not read here: nsa_block=64.*, slidingWindow=8.*, local_layers=\[1\]",
+    ),
     "biases": ({"attention_bias": True}, "'attention_bias': expected False, got True"),
     "more heads of keys": ({"num_key_value_heads": 8}, "'num_key_value_heads': expected 1, got 8"),
     "another window": ({"window_size": 64}, "'window_size': expected 128, got 64"),
