@@ -97,7 +97,7 @@ def bench_context(
     cuda, rank r of a host uses device r, and the ranks exchange over NCCL. With --device cpu they exchange over gloo.
     Before and after the times, attention and selected entries of all ranks are compared with those of one rank. If a
     rank differs, there are no times. Rank 0 measures one rank while the others wait, and prints. A time over ranks is
-    that of the slowest rank. All ranks end with the same exit code.
+    that of the slowest rank. All ranks end with the same exit code; torchrun then ends with 0 or 1.
 
     \b
     Exit codes:
