@@ -64,11 +64,7 @@ def test_a_cpu_is_served_by_vllms_layer_for_cpus() -> None:
     """Faked: the compressor writes nothing, for vLLM's is compiled; the step is window-only."""
     config = config_of()
     with world(config):
-        engine = Engine(config, CPUAttention, layers=1)
-        requests = [(150, 1), (0, 30)]
-        outs = engine.step([(engine.request(tokens), count) for tokens, count in requests])
-
-        assert torch.equal(engine.of_own_builder(engine.layers[0], requests, 31), outs[0])
+        Engine(config, CPUAttention, layers=1).check_step([(150, 1), (0, 30)], [0, 30])
 
 
 def test_stages_of_a_pipeline_agree_on_the_layouts_of_caches() -> None:

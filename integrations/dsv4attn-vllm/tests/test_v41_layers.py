@@ -101,7 +101,7 @@ WHOLE_STEPS = ([(0, 20)], [(0, 1), (1, 5)], [(0, 1), (1, 1)])
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)
 def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str) -> None:
     """Hidden states in, hidden states out, with vLLM's compressor, index keys and short contexts."""
-    with whole_v41_engine(V41CUDAAttention) as engine:
+    with whole_v41_engine() as engine:
         for layer, of_vllm, of_dsv4attn in both(engine, WHOLE_STEPS):
             assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
             assert of_vllm.float().std() > 1e-3
@@ -110,7 +110,7 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str) -> None:
 def test_keys_alone_are_the_bytes_that_whole_layers_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """`forward_kv`, by which vLLM writes the keys of all tokens where layers then run on the last ones alone."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    with whole_v41_engine(V41CUDAAttention) as engine:
+    with whole_v41_engine() as engine:
         request, caches = engine.request(), engine.bound()
         blank = {name: bytes_of(cache) for name, cache in caches.items()}
         engine.step([(request, 30)])
@@ -129,7 +129,7 @@ def test_keys_alone_are_the_bytes_that_whole_layers_write(monkeypatch: pytest.Mo
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in each of three layers: queries are normalised, another layer's cache is read, and an old selection."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    with whole_v41_engine(V41CUDAAttention) as engine:
+    with whole_v41_engine() as engine:
         layers = engine.layers
         of_core = layers[2]._attention
         of_core.geometry = copy.copy(of_core.geometry)

@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from dsv4attn_vllm import serving
 from dsv4attn_vllm.compressor import V41Compressor
-from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.indexer import V41Indexer
 from engine import bytes_of, world
 from torch import Tensor
-from v41 import WholeV41Engine, fake_family, since_0_33, v41_config, whole_v41_engine
+from v41 import CANDIDATES, fake_family, since_0_33, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 from whole import both, check_rejected_drafts
 
 from dsv4attn.core.contract.device import DeviceFacts
 
-CANDIDATES = {"candidate_source_layer_id": 3, "candidate_topk_blocks": 5, "candidate_block_size": 8}
 STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
 """Chunks of a prompt of more tokens than entries are selected, or than candidate blocks hold; then decodes."""
 
 
-@pytest.fixture(autouse=True)
-def _all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "all")
-
-
-@contextmanager
-def whole_engine(
-    sizes: dict[str, Any] | None = None, drafts: int = 0, kv_cache_dtype: str = "auto"
-) -> Iterator[WholeV41Engine]:
-    """An engine with all parts on dsv4attn. drafts: tokens that are verified at once."""
-    blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
-    options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
-    with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as engine:
-        yield engine
+whole_engine = partial(whole_v41_engine, "all")
 
 
 @pytest.mark.parametrize(
@@ -133,14 +117,13 @@ def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: d
 
 
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)
-def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str) -> None:
     """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
     results, classes = [], []
     for parts in ("all", "none"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", parts)
         serving._serving.cache_clear()
         torch.manual_seed(0)
-        with whole_engine() as engine:
+        with whole_v41_engine(parts) as engine:
             first, second = engine.request(), engine.request()
             for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
                 outs = engine.step(work)
