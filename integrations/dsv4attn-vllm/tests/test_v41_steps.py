@@ -16,12 +16,13 @@ from torch import Tensor
 from v41 import CANDIDATES, fake_family, since_0_33, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
-from whole import both, check_rejected_drafts
+from whole import check_rejected_drafts, unequal_layers
 
 from dsv4attn.core.contract.device import DeviceFacts
 
 STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
 """Chunks of a prompt of more tokens than entries are selected, or than candidate blocks hold; then decodes."""
+SHORT = ([(0, 42)], [(0, 1), (1, 3)])
 
 
 whole_engine = partial(whole_v41_engine, "all")
@@ -37,11 +38,7 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[st
     with whole_engine(sizes) as engine:
         assert [type(layer.indexer) for layer in engine.layers[1:4:2]] == [V41Indexer] * 2
         assert type(engine.layers[1].compressor) is V41Compressor
-        for layer, of_vllm, of_dsv4attn in both(
-            engine, STEPS if backend == "reference" else ([(0, 42)], [(0, 1), (1, 3)])
-        ):
-            assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
-            assert of_vllm.float().std() > 1e-3
+        assert not unequal_layers(engine, STEPS if backend == "reference" else SHORT)
 
 
 @since_0_33
@@ -55,8 +52,7 @@ def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (attention, indexer):
         monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
     with whole_engine(CANDIDATES, kv_cache_dtype="nvfp4_ds_mla") as engine:
-        for layer, of_vllm, of_dsv4attn in both(engine, [[(0, 42)], [(0, 1), (1, 3)]]):
-            assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
+        assert not unequal_layers(engine, SHORT)
         caches = engine.bound()
     widths = [caches[f"model.layers.1.attn{name}"].shape[-1] for name in (".swa_cache", "", ".indexer.k_cache")]
     assert widths == [528, 288, 68]
@@ -75,13 +71,7 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with whole_engine(CANDIDATES) as engine:
         engine.layers[5].indexer.indexer_op._candidates = None
 
-        actual = {
-            layer.layer_id
-            for layer, of_vllm, of_dsv4attn in both(engine, [[(0, 50)]])
-            if not torch.equal(of_vllm, of_dsv4attn)
-        }
-
-    assert actual == {5}
+        assert unequal_layers(engine, STEPS[:1]) == {5}
 
 
 def written(cache: Tensor, old_bytes: Tensor) -> Tensor:
