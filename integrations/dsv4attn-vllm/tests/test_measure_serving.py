@@ -368,6 +368,8 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
     _, lines = pages_of(tmp_path, report_of(gpus=2, rank_of=8))
     assert "256 experts in each, as one of 8 tensor-parallel ranks has them, without what ranks exchange. " in lines[3]
     assert "exchange. 2 x NVIDIA H100, torch" in lines[3]
+    assert "8 GiB of caches on each GPU, tokens" in lines[3]
+    assert "evenly, the engine in a process of its own, medians" in lines[3]
     (tmp_path / "file.json").unlink()
     _, lines = pages_of(tmp_path, report_of())
 
@@ -397,14 +399,6 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
         END,
         "after",
     ]
-
-
-def test_a_report_of_several_gpus_says_so(tmp_path: Path) -> None:
-    _, lines = pages_of(tmp_path, report_of(gpus=8))
-
-    assert "experts in each. 8 x NVIDIA H100, torch 2.11" in lines[3]
-    assert "8 GiB of caches on each GPU, tokens" in lines[3]
-    assert "evenly, the engine in a process of its own, medians" in lines[3]
 
 
 def test_reports_of_models_machines_and_days_are_kept_apart(tmp_path: Path) -> None:
