@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Callable
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,28 +59,27 @@ class Environment:
 
 
 def check_wheel(
-    adapter: str,
-    folder: Path,
-    observe: Callable[[Environment], list[object]],
-    *,
-    used: list[object],
-    unused: list[object],
+    adapter: str, folder: Path, code: str, *paths: Path, used: Sequence[object], unused: Sequence[object]
 ) -> None:
     """Build a wheel, install it, and uninstall it, and look at a fresh process of the engine before and after.
 
     Linked, not installed: the engine and all other packages. dsv4attn is that of this repository.
-    adapter: "dsv4attn-vllm". observe: the file of the adapter's package in such a process or None, then what `used` and
-    `unused` say of an installed and an uninstalled wheel.
+    adapter: "dsv4attn-vllm". code, paths: what such a process runs, which then has a list `result`: `used` where the
+    wheel is installed, `unused` where it is not.
     """
     wheel, environment, package = build_wheel(adapter, folder), Environment(folder / "venv"), adapter.replace("-", "_")
+    own = f"getattr(sys.modules.get({package!r}), '__file__', None)"
+    code = f"import json, sys\n{code}\nprint('RESULT' + json.dumps([{own}, *result]))"
+
+    def observed() -> list[object]:
+        return list(json.loads(environment.run(code, *paths).rpartition("RESULT")[2]))
+
     environment.pip("install", "--no-deps", "--no-index", str(wheel))
-    file, *rest = observe(environment)
-    assert Path(str(file)) == environment.packages / package / "__init__.py"
-    assert rest == used
+    assert observed() == [str(environment.packages / package / "__init__.py"), *used]
 
     environment.pip("uninstall", "-y", adapter)
     assert [path.name for path in environment.packages.iterdir() if package in path.name] == []
-    assert observe(environment) == [None, *unused]
+    assert observed() == [None, *unused]
 
 
 def build_wheel(adapter: str, folder: Path) -> Path:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import dsv4attn_flash_mla
 import pytest
 
-from integrations.environment import Environment, check_wheel
+from integrations.environment import check_wheel
 
 CODE = """
-import json, sys
-found = sys.modules.get("dsv4attn_flash_mla")
+starts = "dsv4attn_flash_mla" in sys.modules
 assert "torch" not in sys.modules, "a start of Python imports torch"
 try:
     import flash_mla
 except ImportError as error:
     flash_mla = error
-print("RESULT" + json.dumps([found and found.__file__, getattr(flash_mla, "__file__", "nothing").rpartition("/")[2]]))
+result = [starts, getattr(flash_mla, "__file__", "nothing").rpartition("/")[2]]
 """
-
-
-def observed(environment: Environment) -> list[Any]:
-    """What a fresh process has: the file of this package, and that of `flash_mla`."""
-    return list(json.loads(environment.run(CODE).rpartition("RESULT")[2]))
+"""In a process of Python: whether it starts with this package, and the file of `flash_mla`."""
 
 
 def test_an_installed_wheel_is_flash_mla_and_an_uninstalled_one_leaves_nothing(
@@ -35,7 +28,7 @@ def test_an_installed_wheel_is_flash_mla_and_an_uninstalled_one_leaves_nothing(
     # as on a machine without FlashMLA; the engines' environment has SGLang's
     link = Path.symlink_to
     monkeypatch.setattr(Path, "symlink_to", lambda self, to: None if self.name == "flash_mla" else link(self, to))
-    check_wheel("dsv4attn-flash-mla", tmp_path, observed, used=["front.py"], unused=["nothing"])
+    check_wheel("dsv4attn-flash-mla", tmp_path, CODE, used=[True, "front.py"], unused=[False, "nothing"])
 
 
 @pytest.mark.parametrize(

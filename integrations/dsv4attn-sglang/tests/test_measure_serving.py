@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from on_gpu.measure_serving import kernels_of, main, measured, prompts_of, table_of, write_model
+from commands import refusal
+from measuring import prompts_of
+from on_gpu.measure_serving import VOCABULARY, kernels_of, main, measured, table_of, write_model
 from rich.console import Console
 
 
@@ -35,7 +36,7 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
     assert served == links["sglang"].served
     # each turn has other prompts, of which each engine answers one token and then all
     assert [tokens for _, tokens, _ in served] == [1, 11] * 4
-    assert served[::2] == [(prompts_of(2, 8, turn), 1, None) for turn in range(4)]
+    assert served[::2] == [(prompts_of(2, 8, turn, VOCABULARY), 1, None) for turn in range(4)]
     assert {tuple(map(len, prompts)) for prompts, *_ in served} == {(8, 8)}
     assert len({str(prompts) for prompts, *_ in served}) == 4
     assert [round(of["per_token_ms"]) for of in figures.values()] == [100, 200]
@@ -52,48 +53,22 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "path", "why"),
+    ("option", "text", "message"),
     [
-        ("--json", "missing/out.json", "expected a file in a folder that exists"),
-        ("--json", ".", "expected a file in a folder that exists"),
-        ("--json", "/proc/out.json", "cannot be written: "),
-        ("--folder", "file", "Not a directory"),
-        ("--folder", "file/below", "Not a directory"),
-        ("--folder", "/proc/out", "No such file or directory"),
-        ("--profile", "file", "expected a folder that does not exist yet"),
-        ("--profile", "file/below", "Not a directory"),
-        ("--profile", "/proc/out", "No such file or directory"),
+        ("--json", "missing/out.json", "Invalid value for '--json': 'missing/out.json': expected a file in a folder"),
+        ("--folder", "file/below", "'--folder': a folder: expected one that can be written, got file/below: Not a"),
+        ("--profile", "file", "Invalid value for '--profile': expected a folder that does not exist yet, got file"),
+        ("--profile", "file/below", "'--profile': a folder: expected one that can be written, got file/below: Not a"),
+        ("--cases", "1x16321", "at most 16384 tokens of a request with its answer, got 16385"),
+        ("--cases", "257x8", "of at most 256 requests, got '257x8'"),
+        ("--layers", "c4", "expected some of"),
+        ("--options", "[]", "expected a JSON object, got '[]'"),
     ],
 )
-def test_what_cannot_be_written_is_an_error_before_an_engine_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, path: str, why: str
+def test_what_cannot_be_measured_or_written_is_refused_before_an_engine_starts(
+    option: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-
-    result = CliRunner().invoke(main, [option, path], env={"COLUMNS": "200"})
-
-    assert result.exit_code == 2, result.exception
-    assert f"Invalid value for '{option}'" in result.stderr
-    assert path in result.stderr
-    assert why in result.stderr
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--cases", "1x16321"], "at most 16384 tokens of a request with its answer, got 16385"),
-        (["--cases", "257x8"], "of at most 256 requests, got '257x8'"),
-        (["--layers", "c4"], "expected some of"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_an_engine_starts(
-    options: list[str], message: str, tmp_path: Path
-) -> None:
-    result = CliRunner().invoke(main, [*options, "--folder", str(tmp_path)])
-
-    assert (result.exit_code, message in " ".join(result.output.replace("│", " ").split())) == (2, True), result.output
+    assert message in refusal(main, [option, text], tmp_path, monkeypatch)
 
 
 def test_kernels_of_a_profile_are_summed_by_name() -> None:

@@ -26,6 +26,16 @@ def plain() -> dict[str, Any]:
     return {"new": new, "hooks": [target for target, hooks in HookRegistry._hooks.items() if hooks]}
 
 
+def logged_lines() -> list[str]:
+    """The list to which this process adds each line of its log from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    return lines
+
+
 def scheduler(*, hidden: bool = False, builds: int = 3) -> dict[str, Any]:
     """A process that runs a model: attention is built, some times, and the first one decodes, as SGLang's kit has it.
 
@@ -35,11 +45,7 @@ def scheduler(*, hidden: bool = False, builds: int = 3) -> dict[str, Any]:
     from integrations.interpreter import round_as_torch
 
     round_as_torch("fp8e4nv")
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().setLevel(logging.INFO)
+    lines = logged_lines()
     if hidden:
         import sglang.srt.plugins
 
@@ -65,11 +71,7 @@ def scheduler(*, hidden: bool = False, builds: int = 3) -> dict[str, Any]:
 def older_gpu(sm: int) -> dict[str, Any]:
     """A process on a GPU without DeepGEMM: attention of a model with c4a layers is built, as SGLang builds it."""
     fakes.install()
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    logging.getLogger().setLevel(logging.INFO)
+    lines = logged_lines()
     import kit
 
     loaded_kit = kit.loaded()

@@ -447,6 +447,14 @@ class Engine:
                 error = self.error(layer, out, *tokens[row], row)
                 assert error < 0.012, (layer.prefix, row, error)
 
+    def check_step(self, requests: Sequence[tuple[int, int]], rows: Sequence[int], *, extra_rows: int = 0) -> None:
+        """Run a step of new requests, and hold it against `of_own_builder`, and these rows against the oracle."""
+        outs = self.step([(self.request(tokens), count) for tokens, count in requests], extra_rows=extra_rows)
+        for layer, out in zip(self.layers, outs, strict=True):
+            assert torch.equal(self.of_own_builder(layer, requests, len(out)), out), layer.prefix
+            assert not out[len(out) - extra_rows :].any()
+        self.check_rows(outs, requests, rows)
+
     def of_own_builder(self, layer: Any, requests: Sequence[tuple[int, int]], rows: int) -> Tensor:
         """The last step of a layer by dsv4attn's MetadataBuilder and forward_mqa. before: as in `check_rows`."""
         serving, swa, owner = layer._serving, layer.swa_cache_layer, self.entries_of(layer)

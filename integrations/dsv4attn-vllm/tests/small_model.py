@@ -154,6 +154,21 @@ def made_once(shared: Path, name: str, make: Callable[[], object]) -> None:
             complete.touch()
 
 
+def v4_checkpoints(shared: Path, finish: Callable[[Path], object] = lambda _: None) -> dict[str, Path]:
+    """Make folders of the model, "plain", "mtp" and "dspark", in a shared one. finish: is called with each of them."""
+    folders = {name: shared / name for name in ("plain", "mtp", "dspark")}
+
+    def make() -> None:
+        checkpoint(folders["plain"], SIZES)
+        for method in ("mtp", "dspark"):
+            checkpoint_with_drafts(folders[method], folders["plain"], method)
+        for folder in folders.values():
+            finish(folder)
+
+    made_once(shared, "v4", make)
+    return folders
+
+
 def write_as_released(folder: Path) -> None:
     """Write a configuration of transformers as DeepSeek's checkpoints have it, which vLLM 0.32 reads too."""
     file = folder / "config.json"

@@ -96,10 +96,11 @@ def write_configuration(folder: Path, sizes: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps({**top, "text_config": {**TEXT, **sizes}}))
 
 
-def saved_v41(folder: Path, sizes: Mapping[str, Any]) -> ReferenceV41:
-    """The reference of a folder that `checkpoint_v41` has written: to draw the weights again takes longer."""
+def v41_on_gpu(folder: Path) -> ReferenceV41:
+    """The reference, on a GPU, of what `checkpoint_v41` has written: to draw the weights again takes longer."""
+    torch.backends.cuda.matmul.allow_tf32 = False
     weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
-    return ReferenceV41({**TEXT, **sizes}, weights)
+    return ReferenceV41({**TEXT, **SIZES_V41}, weights).to("cuda")
 
 
 def is_fp32(name: str) -> bool:

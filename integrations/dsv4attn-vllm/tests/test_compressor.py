@@ -15,15 +15,9 @@ from dsv4attn_vllm.guard import RefusedError
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
-from whole import WholeEngine, whole_engine
+from whole import WholeEngine, whole_engine, with_op
 
 from dsv4attn import EntryNorm, StatePages
-
-
-def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any) -> None:
-    """Change layer ops of the engine's backend."""
-    backend = engine.layers[0]._serving.backend
-    monkeypatch.setitem(vars(backend), "layer_ops", evolve(backend.layer_ops, **changed))
 
 
 @pytest.fixture

@@ -19,18 +19,12 @@ from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.common.ops.fused_indexer_q import _FUSED_INDEXER_Q_ROPE_QUANT_TRITON_KERNEL
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
 from vllm.v1.attention.ops.rocm_aiter_mla_sparse import fp8_paged_mqa_logits_torch
-from whole import WholeEngine, whole_engine
+from whole import WholeEngine, whole_engine, with_op
 
 from dsv4attn import TokenMap
 
 PREFIX = "model.layers.0.attn"
 KEYS = f"{PREFIX}.indexer.k_cache"
-
-
-def with_op(monkeypatch: pytest.MonkeyPatch, engine: WholeEngine, **changed: Any) -> None:
-    """Change layer ops of the engine's backend."""
-    backend = engine.layers[0]._serving.backend
-    monkeypatch.setitem(vars(backend), "layer_ops", evolve(backend.layer_ops, **changed))
 
 
 @pytest.fixture

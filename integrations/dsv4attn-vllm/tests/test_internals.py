@@ -35,6 +35,7 @@ VERSION = version("vllm")
 HERE = [group for group in internals.parts_of(VERSION) if "rocm" not in group]
 """VLLM's modules for ROCm want a GPU when they are imported: `test_layers_for_rocm` has their groups."""
 ENTRIES = [(group, entry) for group in HERE for entry in TABLE[group]]
+ALL = [entry for entries in TABLE.values() for entry in entries]
 OURS = sorted(Path(next(iter(dsv4attn_vllm.__path__))).glob("*.py"))
 
 
@@ -194,24 +195,25 @@ def used() -> Iterator[tuple[str, str]]:
 
 def listed() -> set[tuple[str, str]]:
     """(owner, name) of the table, and (module, class) of each class that owns names."""
-    names = {(entry.owner, name) for entries in TABLE.values() for entry in entries for name in entry.names()}
-    owners = [entry.owner.partition(":") for entries in TABLE.values() for entry in entries]
+    owners = [entry.owner.partition(":") for entry in ALL]
+    names = {(entry.owner, name) for entry in ALL for name in entry.names()}
     return names | {(module, name) for module, _, name in owners if name}
 
 
+def names_of(kind: type) -> set[str]:
+    """Names of the entries of a kind."""
+    return {name for entry in ALL if isinstance(entry, kind) for name in entry.names()}
+
+
+MLA = "vllm.v1.attention.backends.mla"
 BY_ANOTHER_NAME = {
     # of the platform's object, whose class is in the table
     ("vllm.platforms", "current_platform"),
-    *(
-        ("vllm.platforms:current_platform", name)
-        for name in (
-            "get_device_capability",
-            "is_device_capability_family",
-            "is_fp8_fnuz",
-            "is_rocm",
-            "support_deep_gemm",
-        )
-    ),
+    ("vllm.platforms:current_platform", "get_device_capability"),
+    ("vllm.platforms:current_platform", "is_device_capability_family"),
+    ("vllm.platforms:current_platform", "is_fp8_fnuz"),
+    ("vllm.platforms:current_platform", "is_rocm"),
+    ("vllm.platforms:current_platform", "support_deep_gemm"),
     # of every enumeration
     ("vllm.v1.attention.backends.registry:AttentionBackendEnum", "__members__"),
     # the registry that the entry point itself needs, and a dictionary
@@ -220,16 +222,11 @@ BY_ANOTHER_NAME = {
     ("vllm.model_executor.custom_op:op_registry_oot", "get"),
     ("vllm.model_executor.custom_op:op_registry_oot", "keys"),
     # objects of a class whose method is in the table
-    *(
-        (kernel, "register_warmup")
-        for kernel in (
-            "vllm.models.common.ops:_FUSED_Q_KV_RMSNORM_KERNEL",
-            "vllm.v1.attention.backends.mla.compressor_utils:_COMPRESSED_SLOT_MAPPING_KERNEL",
-            "vllm.v1.attention.backends.mla.sparse_swa:_COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL",
-            "vllm.v1.attention.backends.mla.sparse_swa:_COMPUTE_PREFILL_METADATA_KERNEL",
-            "vllm.v1.attention.backends.mla.sparse_swa:_COMPUTE_SWA_INDICES_AND_LENS_KERNEL",
-        )
-    ),
+    ("vllm.models.common.ops:_FUSED_Q_KV_RMSNORM_KERNEL", "register_warmup"),
+    (f"{MLA}.compressor_utils:_COMPRESSED_SLOT_MAPPING_KERNEL", "register_warmup"),
+    (f"{MLA}.sparse_swa:_COMPUTE_DSPARK_NONCAUSAL_SWA_INDICES_KERNEL", "register_warmup"),
+    (f"{MLA}.sparse_swa:_COMPUTE_PREFILL_METADATA_KERNEL", "register_warmup"),
+    (f"{MLA}.sparse_swa:_COMPUTE_SWA_INDICES_AND_LENS_KERNEL", "register_warmup"),
     # modules, whose names are in the table
     ("vllm", "envs"),
     ("vllm.models.deepseek_v4", "attention"),
@@ -241,7 +238,7 @@ BY_ANOTHER_NAME = {
     ("vllm.models.deepseek_v41", "compressor"),
     ("vllm.models.deepseek_v41", "sparse_mla"),
     ("vllm.v1.attention", "backend"),
-    ("vllm.v1.attention.backends.mla", "sparse_swa"),
+    (MLA, "sparse_swa"),
 }
 
 
@@ -261,13 +258,7 @@ def classes() -> list[type]:
 
 
 def test_every_method_in_place_of_one_of_vllms_is_in_the_table() -> None:
-    hooks = {
-        name
-        for entries in TABLE.values()
-        for entry in entries
-        if isinstance(entry, Overridden)
-        for name in entry.names()
-    }
+    hooks = names_of(Overridden)
     for own_class in classes():
         vllm_bases = [base for base in own_class.__mro__ if base.__module__.startswith("vllm.")]
         for name in vars(own_class):
@@ -277,7 +268,7 @@ def test_every_method_in_place_of_one_of_vllms_is_in_the_table() -> None:
 
 def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
     """`self.name` in a class that is made of vLLM's, and the name is not this package's."""
-    known = {name for entries in TABLE.values() for entry in entries for name in entry.names()}
+    known = names_of(object) | names_of_ours() | OF_TORCH
     for path in OURS:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -288,19 +279,17 @@ def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
                 for part in ast.walk(node)
                 if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self"
             }
-            assert sorted(read - known - names_of_ours() - OF_TORCH) == [], (path.stem, node.name)
+            assert sorted(read - known) == [], (path.stem, node.name)
 
 
 def test_every_attribute_of_vllms_objects_that_is_set_is_in_the_table() -> None:
     """But for the class of an object, and what classes of this package define."""
-    written = {
-        name for entries in TABLE.values() for entry in entries if isinstance(entry, Written) for name in entry.names()
-    }
+    written = names_of(Written) | OF_TORCH | OF_DSV4ATTN
     for path in OURS:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             if is_set and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-                assert node.attr in written | OF_TORCH | OF_DSV4ATTN, (path.stem, node.attr)
+                assert node.attr in written, (path.stem, node.attr)
 
 
 OF_TORCH = {"__class__"}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from commands import refusal
 from on_gpu import measure_serving
 from on_gpu.measure_serving import OF_DSV4ATTN, OF_VLLM
 from on_gpu.measured import BEGIN, END, main, with_tables
@@ -73,6 +74,12 @@ def run(tmp_path: Path, *options: str) -> tuple[dict[str, Any], Result]:
     return json.loads(file.read_text()), result
 
 
+def options_in(folder: Path) -> dict[str, Any]:
+    """Options of an engine whose log is in a folder."""
+    log = (folder / f"{OF_DSV4ATTN}.log").read_text()
+    return dict(json.loads(log.split("\n")[0].removeprefix("first line ")))
+
+
 def test_engines_are_measured_by_turns(tmp_path: Path) -> None:
     report, result = run(tmp_path, "--memory", "1.5", "--max-num-batched-tokens", "512")
 
@@ -88,8 +95,7 @@ def test_engines_are_measured_by_turns(tmp_path: Path) -> None:
     assert [[figures["per_token_ms"] for figures in several] for several in turns] == [[6.0, 4.0], [5.0, 3.0]]
     assert "0.800" in result.output
     assert "ratio 1.200" in " ".join(result.output.split())
-    [log] = Path(result.stderr.split("logs: ")[1].split("\n")[0]).glob("vllm.log")
-    options = json.loads(log.read_text().split("\n")[0].removeprefix("first line "))
+    options = options_in(Path(result.stderr.split("logs: ")[1].split("\n")[0]))
     assert (options["kv_cache_memory_bytes"], options["max_num_batched_tokens"]) == (3 * 2**29, 512)
 
 
@@ -123,8 +129,7 @@ def test_a_model_has_the_experts_of_one_rank(tmp_path: Path) -> None:
     report, result = run(tmp_path, "--model", "pro", "--layers", "c4a c128a c4a", "--experts", "48")
 
     assert (report["layers"], report["experts"]) == (["c4a", "c128a", "c4a"], 48)
-    [log] = Path(result.stderr.split("logs: ")[1].split("\n")[0]).glob("vllm.log")
-    options = json.loads(log.read_text().split("\n")[0].removeprefix("first line "))
+    options = options_in(Path(result.stderr.split("logs: ")[1].split("\n")[0]))
     config = json.loads(Path(options["model"], "config.json").read_text())
     assert (config["n_routed_experts"], config["num_hidden_layers"], config["moe_intermediate_size"]) == (48, 3, 3072)
 
@@ -178,32 +183,16 @@ def test_engines_run_in_processes_of_their_own_where_nothing_is_profiled(tmp_pat
         log = (folder / "vllm.log").read_text()
         assert f"{multiprocessing=}" in log
         assert ('"tensor_parallel_size": 8' in log) is ("8 x a device" in result.output) is ("--gpus" in more)
-    refused = CliRunner().invoke(measure_serving.main, ["--engine-process", "--profile", str(tmp_path)])
-    assert refused.exit_code == 2
-    assert "--profile needs steps in the process that it profiles" in " ".join(refused.output.split())
-    refused = CliRunner().invoke(measure_serving.main, ["--gpus", "2", "--profile", str(tmp_path)])
-    assert "--profile needs steps in the process that it profiles: take one GPU" in " ".join(refused.output.split())
 
 
 def test_an_engine_holds_what_one_of_several_ranks_has(tmp_path: Path) -> None:
     report, result = run(tmp_path, "--rank-of", "8", "--only", OF_DSV4ATTN, "--folder", str(tmp_path))
 
-    options = json.loads((tmp_path / "dsv4attn.log").read_text().split("\n")[0].removeprefix("first line "))
-    config = json.loads(Path(options["model"], "config.json").read_text())
-    names = (
-        "num_attention_heads",
-        "o_groups",
-        "moe_intermediate_size",
-        "vocab_size",
-        "n_routed_experts",
-        "index_n_heads",
-    )
-    assert [config[name] for name in names] == [8, 1, 256, 16160, 256, 64]
+    config = json.loads(Path(options_in(tmp_path)["model"], "config.json").read_text())
+    assert [config[name] for name in measure_serving.SHARED] == [8, 1, 256, 16160]
+    assert (config["n_routed_experts"], config["index_n_heads"]) == (256, 64)
     assert report["rank_of"] == 8
     assert "flash, 6 layers of one of 8 ranks, a device" in " ".join(result.output.split())
-    assert "ranks with equal shares of a model of flash, got 3" in " ".join(
-        CliRunner().invoke(measure_serving.main, ["--rank-of", "3"]).output.split()
-    )
 
 
 def test_steps_of_decode_alone_are_those_between_the_last_first_token_and_the_first_last_token() -> None:
@@ -271,53 +260,32 @@ def test_tokens_are_spread_over_experts_evenly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "path", "why"),
-    [
-        ("--json", "missing/out.json", "expected a file in a folder that exists"),
-        ("--json", ".", "expected a file in a folder that exists"),
-        ("--json", "/proc/out.json", "cannot be written: "),
-        *((option, path, "Not a directory") for option in ("--folder", "--profile") for path in ("file", "file/below")),
-        *((option, "/proc/out", "No such file or directory") for option in ("--folder", "--profile")),
-    ],
-)
-def test_what_cannot_be_written_is_an_error_before_an_engine_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, path: str, why: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delattr(measure_serving, "Engine")
-    Path("file").touch()
-
-    result = CliRunner().invoke(measure_serving.main, [option, path], env={"COLUMNS": "200"})
-
-    assert result.exit_code == 2, result.exception
-    assert f"Invalid value for '{option}'" in result.stderr
-    assert path in result.stderr
-    assert why in result.stderr
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--cases", "8x1024,64"], "expected different cases such as 8x1024, got '8x1024,64'"),
-        (["--cases", "257x8"], "at most 256 requests of 16384 tokens with their answers, got 257x8"),
-        (["--cases", "1x16321"], "got 1x16321 and 64 tokens"),
-        (["--layers", "c4"], "expected some of swa, c4a, c128a"),
-        (["--options", "[]"], "expected a JSON object, got '[]'"),
-        (["--options", "seed"], "expected a JSON object, got 'seed'"),
-        (["--tokens", "1"], "1 is not in the range x>=2"),
-        (["--turns", "0"], "0 is not in the range x>=1"),
+        ("--json missing/out.json", "Invalid value for '--json': 'missing/out.json': expected a file in a folder that"),
+        (
+            "--folder file/below",
+            "'--folder': a folder: expected one that can be written, got file/below: Not a directory",
+        ),
+        ("--profile file", "'--profile': a folder: expected one that can be written, got file: Not a directory"),
+        ("--cases 8x1024,64", "expected different cases such as 8x1024, got '8x1024,64'"),
+        ("--cases 257x8", "at most 256 requests of 16384 tokens with their answers, got 257x8"),
+        ("--cases 1x16321", "got 1x16321 and 64 tokens"),
+        ("--layers c4", "expected some of swa, c4a, c128a"),
+        ("--options []", "expected a JSON object, got '[]'"),
+        ("--options seed", "expected a JSON object, got 'seed'"),
+        ("--tokens 1", "1 is not in the range x>=2"),
+        ("--turns 0", "0 is not in the range x>=1"),
+        ("--rank-of 3", "ranks with equal shares of a model of flash, got 3"),
+        ("--engine-process --profile new", "--profile needs steps in the process that it profiles"),
+        ("--gpus 2 --profile new", "--profile needs steps in the process that it profiles: take one GPU"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_an_engine_starts(
-    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_measured_or_written_is_refused_before_an_engine_starts(
+    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure_serving, "Engine", lambda *_: pytest.fail("an engine started"))
-    result = CliRunner().invoke(measure_serving.main, options)
-    words = " ".join(result.output.replace("│", " ").split())
-
-    assert result.exit_code == 2, result.exception
-    assert message in words
+    assert message in refusal(measure_serving.main, options.split(), tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("options", [[], ["--at-once"]])
@@ -400,6 +368,8 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
     _, lines = pages_of(tmp_path, report_of(gpus=2, rank_of=8))
     assert "256 experts in each, as one of 8 tensor-parallel ranks has them, without what ranks exchange. " in lines[3]
     assert "exchange. 2 x NVIDIA H100, torch" in lines[3]
+    assert "8 GiB of caches on each GPU, tokens" in lines[3]
+    assert "evenly, the engine in a process of its own, medians" in lines[3]
     (tmp_path / "file.json").unlink()
     _, lines = pages_of(tmp_path, report_of())
 
@@ -429,14 +399,6 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
         END,
         "after",
     ]
-
-
-def test_a_report_of_several_gpus_says_so(tmp_path: Path) -> None:
-    _, lines = pages_of(tmp_path, report_of(gpus=8))
-
-    assert "experts in each. 8 x NVIDIA H100, torch 2.11" in lines[3]
-    assert "8 GiB of caches on each GPU, tokens" in lines[3]
-    assert "evenly, the engine in a process of its own, medians" in lines[3]
 
 
 def test_reports_of_models_machines_and_days_are_kept_apart(tmp_path: Path) -> None:

@@ -68,15 +68,9 @@ STEPS_OF = [
 def test_a_step_is_what_own_builder_and_oracle_say(
     engine: Engine, requests: list[tuple[int, int]], extra_rows: int
 ) -> None:
-    work = [(engine.request(tokens), count) for tokens, count in requests]
     rows = sum(count for _, count in requests)
 
-    outs = engine.step(work, extra_rows=extra_rows)
-
-    for layer, out in zip(engine.layers, outs, strict=True):
-        assert torch.equal(engine.of_own_builder(layer, requests, rows + extra_rows), out), layer.prefix
-        assert not out[rows:].any()
-    engine.check_rows(outs, requests, [0, rows // 2, rows - 1])
+    engine.check_step(requests, [0, rows // 2, rows - 1], extra_rows=extra_rows)
 
 
 @on_v4

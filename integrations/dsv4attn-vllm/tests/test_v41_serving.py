@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from attrs import evolve
 from dsv4attn_vllm import parts, serving
 from dsv4attn_vllm.cuda import V41CUDAAttention
@@ -118,16 +117,11 @@ def test_records_of_sm_100(config: VllmConfig, dtype: str, records: tuple[int, i
 @pytest.mark.usefixtures("blackwell")
 def test_a_step_on_records_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    config, requests = v41_config(), [(40, 1), (20, 9)]
-    with world(config):
+    with world(config := v41_config()):
         engine = V41Engine(config, V41CUDAAttention, layers=4)
-        outs = engine.step([(engine.request(tokens), count) for tokens, count in requests])
+        engine.check_step([(40, 1), (20, 9)], [0, 1, 9])
 
         assert {layer.swa_cache_layer.kv_cache.shape[-1] for layer in engine.layers} == {528}
-        for layer, out in zip(engine.layers, outs, strict=True):
-            assert torch.equal(engine.of_own_builder(layer, requests, 10), out), layer.prefix
-            for row, index, position in [(0, 0, 40), (1, 1, 20), (9, 1, 28)]:
-                assert engine.error(layer, out, index, position, row) < 0.012, (layer.prefix, row)
 
 
 @pytest.mark.usefixtures("blackwell")

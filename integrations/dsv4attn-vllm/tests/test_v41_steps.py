@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from dsv4attn_vllm import serving
 from dsv4attn_vllm.compressor import V41Compressor
-from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.indexer import V41Indexer
 from engine import bytes_of, world
 from torch import Tensor
-from v41 import WholeV41Engine, fake_family, since_0_33, v41_config, whole_v41_engine
+from v41 import CANDIDATES, fake_family, since_0_33, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
-from whole import both, check_rejected_drafts
+from whole import check_rejected_drafts, unequal_layers
 
 from dsv4attn.core.contract.device import DeviceFacts
 
-CANDIDATES = {"candidate_source_layer_id": 3, "candidate_topk_blocks": 5, "candidate_block_size": 8}
 STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
 """Chunks of a prompt of more tokens than entries are selected, or than candidate blocks hold; then decodes."""
+SHORT = ([(0, 42)], [(0, 1), (1, 3)])
 
 
-@pytest.fixture(autouse=True)
-def _all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "all")
-
-
-@contextmanager
-def whole_engine(
-    sizes: dict[str, Any] | None = None, drafts: int = 0, kv_cache_dtype: str = "auto"
-) -> Iterator[WholeV41Engine]:
-    """An engine with all parts on dsv4attn. drafts: tokens that are verified at once."""
-    blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
-    options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
-    with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as engine:
-        yield engine
+whole_engine = partial(whole_v41_engine, "all")
 
 
 @pytest.mark.parametrize(
@@ -53,11 +38,7 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[st
     with whole_engine(sizes) as engine:
         assert [type(layer.indexer) for layer in engine.layers[1:4:2]] == [V41Indexer] * 2
         assert type(engine.layers[1].compressor) is V41Compressor
-        for layer, of_vllm, of_dsv4attn in both(
-            engine, STEPS if backend == "reference" else ([(0, 42)], [(0, 1), (1, 3)])
-        ):
-            assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
-            assert of_vllm.float().std() > 1e-3
+        assert not unequal_layers(engine, STEPS if backend == "reference" else SHORT)
 
 
 @since_0_33
@@ -71,8 +52,7 @@ def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (attention, indexer):
         monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
     with whole_engine(CANDIDATES, kv_cache_dtype="nvfp4_ds_mla") as engine:
-        for layer, of_vllm, of_dsv4attn in both(engine, [[(0, 42)], [(0, 1), (1, 3)]]):
-            assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
+        assert not unequal_layers(engine, SHORT)
         caches = engine.bound()
     widths = [caches[f"model.layers.1.attn{name}"].shape[-1] for name in (".swa_cache", "", ".indexer.k_cache")]
     assert widths == [528, 288, 68]
@@ -91,13 +71,7 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with whole_engine(CANDIDATES) as engine:
         engine.layers[5].indexer.indexer_op._candidates = None
 
-        actual = {
-            layer.layer_id
-            for layer, of_vllm, of_dsv4attn in both(engine, [[(0, 50)]])
-            if not torch.equal(of_vllm, of_dsv4attn)
-        }
-
-    assert actual == {5}
+        assert unequal_layers(engine, STEPS[:1]) == {5}
 
 
 def written(cache: Tensor, old_bytes: Tensor) -> Tensor:
@@ -133,14 +107,13 @@ def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: d
 
 
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)
-def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str) -> None:
     """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
     results, classes = [], []
     for parts in ("all", "none"):
-        monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", parts)
         serving._serving.cache_clear()
         torch.manual_seed(0)
-        with whole_engine() as engine:
+        with whole_v41_engine(parts) as engine:
             first, second = engine.request(), engine.request()
             for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
                 outs = engine.step(work)

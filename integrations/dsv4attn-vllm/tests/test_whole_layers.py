@@ -20,7 +20,7 @@ from processes import run_on_rocm
 from torch import Tensor
 from torch.nn import functional
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
-from whole import OwnLayers, WholeEngine, both, products_in_fp64, use_backend, whole_engine
+from whole import OwnLayers, WholeEngine, products_in_fp64, unequal_layers, use_backend, whole_engine
 
 from dsv4attn.core.model.quantized_weight import dense_weight
 
@@ -52,11 +52,7 @@ def test_outputs_are_bit_for_bit_those_of_own_layers(engine: WholeEngine, case: 
     requests = CASES[case]
     steps = [[(i, tokens)] for i, (tokens, _) in enumerate(requests) if tokens]
 
-    for layer, of_vllm, of_dsv4attn in both(
-        engine, [*steps, [(i, n) for i, (_, n) in enumerate(requests)]], last_alone=True
-    ):
-        assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
-        assert of_vllm.float().std() > 1e-3
+    assert not unequal_layers(engine, [*steps, [(i, n) for i, (_, n) in enumerate(requests)]], last_alone=True)
 
 
 def check_platform(layer_class: type) -> None:
@@ -64,9 +60,8 @@ def check_platform(layer_class: type) -> None:
     # in the other process no fixture does it
     torch.manual_seed(0)
     with whole_engine(layer_class) as engine:
-        outs = [*both(engine, [[(0, 45)], [(0, 1), (1, 20)]], last_alone=True)]
+        assert not unequal_layers(engine, [[(0, 45)], [(0, 1), (1, 20)]], last_alone=True)
         assert isinstance(engine.layers[1].indexer, IndexerParts)
-    assert all(torch.equal(of_vllm, of_dsv4attn) for _, of_vllm, of_dsv4attn in outs)
 
 
 def test_layers_for_intel_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +91,7 @@ def test_layers_for_rocm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [{"extra_rows": 2}, {"pad": 2}], ids=["extra rows", "padding"])
 def test_rows_of_padding_change_nothing(engine: WholeEngine, rows: dict[str, int]) -> None:
-    for layer, of_vllm, of_dsv4attn in both(engine, [[(0, 45)], [(0, 1), (1, 1)]], last_alone=True, **rows):
-        assert torch.equal(of_vllm, of_dsv4attn), layer.prefix
+    assert not unequal_layers(engine, [[(0, 45)], [(0, 1), (1, 1)]], last_alone=True, **rows)
     assert (engine.topk[0] >= 0).all()
 
 
@@ -127,12 +121,11 @@ def test_index_keys_of_4_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
     serving._serving.cache_clear()
     with whole_engine(CUDAAttention) as engine:
-        outs = [*both(engine, [[(0, 45)], [(0, 1), (1, 20)]], last_alone=True)]
+        assert not unequal_layers(engine, [[(0, 45)], [(0, 1), (1, 20)]], last_alone=True)
         keys = engine.layers[1].indexer.k_cache.kv_cache
     serving._serving.cache_clear()
 
     assert keys.shape[-1] == 68
-    assert all(torch.equal(of_vllm, of_dsv4attn) for _, of_vllm, of_dsv4attn in outs)
 
 
 def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +139,7 @@ def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -
             return out
 
         monkeypatch.setattr(selector, "forward", wrong)
-        (_, *swa), (_, *c4a) = both(engine, [[(0, 60)], [(0, 1)]], last_alone=True)
-
-    assert torch.equal(*swa)
-    assert not torch.equal(*c4a)
+        assert unequal_layers(engine, [[(0, 60)], [(0, 1)]], last_alone=True) == {1}
 
 
 # rows 448 to 511 of keys and entries are those of RoPE: the others are rounded to fp8, where one step may vanish

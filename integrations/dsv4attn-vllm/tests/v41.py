@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.metadata import V41Backend
 from engine import BEFORE_0_33, Engine, Request, config_of, generator, world
 from torch import Tensor
@@ -165,19 +166,22 @@ class WholeV41Engine(HiddenStates, V41Engine):
         return hidden
 
 
+CANDIDATES = {"candidate_source_layer_id": 3, "candidate_topk_blocks": 5, "candidate_block_size": 8}
+
+
 @contextmanager
 def whole_v41_engine(
-    layer_class: type,
-    sizes: dict[str, Any] | None = None,
-    drafts: int = 0,
-    *,
-    kv_cache_dtype: str = "auto",
-    **options: Any,
+    parts: str = "auto", sizes: dict[str, Any] | None = None, drafts: int = 0, *, kv_cache_dtype: str = "auto"
 ) -> Iterator[WholeV41Engine]:
-    """A `WholeV41Engine`. Faked: products in fp64 (`products_in_fp64`), and that no stream is being captured."""
+    """A `WholeV41Engine`. Faked: products in fp64 (`products_in_fp64`), and that no stream is being captured.
+
+    parts: the variable that names those on dsv4attn. drafts: tokens that are verified at once.
+    """
+    blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
     speculation = {"speculative_config": {"method": "dspark", "num_speculative_tokens": drafts}} if drafts else {}
     config = v41_config(sizes, **speculation)
     config.cache_config.cache_dtype = kv_cache_dtype
     with world(config), products_in_fp64(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        yield WholeV41Engine(config, layer_class, layers=len(RATIOS), **options)
+        patch.setenv("DSV4ATTN_VLLM_PARTS", parts)
+        yield WholeV41Engine(config, V41CUDAAttention, layers=len(RATIOS), candidate_block_buffer=blocks)

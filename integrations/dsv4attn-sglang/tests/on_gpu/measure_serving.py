@@ -24,15 +24,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import multiprocessing
-import os
-import random
-import re
-import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,19 +42,18 @@ from dsv4attn.tools.cli.options import PATH, target_file, target_folder
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[2] / "dsv4attn-vllm" / "tests")]
 
-from released_sizes import KINDS, MODELS, RELEASED
+import measuring
+from measuring import kinds_of, medians, object_of, prompts_of, say
+from released_sizes import MODELS
 
 OF_SGLANG = "sglang"
 ENGINES = [OF_SGLANG, "dsv4attn", *(f"dsv4attn:{parts}" for parts in ("all", "none", "indexer", "gather"))]
 LAYERS = "swa c4a c128a c4a c128a c4a c128a c4a c128a c4a"
-FIGURES = {
-    "first_token_s": ("first token, s", 3),
-    "per_token_ms": ("per token, ms", 2),
-    "tokens_per_s": ("tokens/s", 0),
-}
-"""Figures of a case: the head of the column, and how many decimals are shown."""
 PROFILED = 8
 """Steps of a profile, at most."""
+FIGURES = {name: measuring.FIGURES[name] for name in ("first_token_s", "per_token_ms", "tokens_per_s")}
+VOCABULARY = 100000
+"""Tokens of prompts are below it."""
 REQUESTS = 256
 """Most requests of a case."""
 
@@ -66,25 +61,11 @@ REQUESTS = 256
 def write_model(folder: Path, kinds: list[str], experts: int) -> None:
     """Write the configuration of a model of these layers into a folder."""
     from small_model import write_as_released
-    from transformers import DeepseekV4Config
 
     from on_gpu.scenarios import write_for_sglang
 
-    config = DeepseekV4Config(
-        **RELEASED,
-        **MODELS["flash"],
-        head_dim=512,
-        vocab_size=129280,
-        n_routed_experts=experts,
-        num_experts_per_tok=6,
-        moe_intermediate_size=2048,
-        layer_types=[KINDS[kind] for kind in kinds],
-        mlp_layer_types=["moe"] * len(kinds),
-        num_hidden_layers=len(kinds),
-        architectures=["DeepseekV4ForCausalLM"],
-        dtype="bfloat16",
-    )
-    config.save_pretrained(folder)
+    sizes = {**MODELS["flash"], "n_routed_experts": experts, "moe_intermediate_size": 2048}
+    measuring.write_configuration(folder, kinds, sizes)
     write_as_released(folder)
     write_for_sglang(folder)
 
@@ -94,10 +75,7 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
 
     profile: a folder for traces, or None. The process ends when the other end of the link is closed.
     """
-    os.environ.update(environment)
-    with open(log, "w") as file:  # noqa: PTH123 - a path that travels as text
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+    measuring.begin_engine(log, environment)
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(**options)
@@ -128,11 +106,7 @@ def started(name: str, options: dict[str, Any], folder: Path) -> Connection:
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "1",
     }
-    link, theirs = multiprocessing.Pipe()
-    arguments = theirs, str(folder / f"{name}.log"), environment, options
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
-    process.start()
-    theirs.close()
+    process, link = measuring.start_engine(serve, folder / f"{name}.log", environment, options)
 
     def end() -> None:
         link.close()
@@ -162,26 +136,17 @@ def seconds_of(link: Connection, prompts: list[list[int]], tokens: int, profile:
     return seconds
 
 
-def prompts_of(count: int, length: int, turn: int) -> list[list[int]]:
-    """Random prompts, other ones in each turn."""
-    draw = random.Random(f"{count} {length} {turn}")
-    return [[draw.randrange(1000, 100000) for _ in range(length)] for _ in range(count)]
-
-
 def measured(links: dict[str, Connection], count: int, length: int, tokens: int, turns: int) -> dict[str, Any]:
     """Figures of each engine, by its name: medians of the turns."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in links}
     for turn in range(turns + 1):
-        prompts = prompts_of(count, length, turn)
+        prompts = prompts_of(count, length, turn, VOCABULARY)
         for name, link in links.items():
             first, whole = (seconds_of(link, prompts, number) for number in (1, tokens))
             decode = (whole - first) / (tokens - 1)
             figures = {"first_token_s": first, "per_token_ms": decode * 1e3, "tokens_per_s": count * tokens / whole}
             found[name] += [figures] * (turn > 0)
-    return {
-        name: {figure: statistics.median(turn[figure] for turn in several) for figure in FIGURES}
-        for name, several in found.items()
-    }
+    return {name: medians(of_turns) for name, of_turns in found.items()}
 
 
 def profiled(links: dict[str, Connection], count: int, length: int, folder: Path) -> None:
@@ -189,7 +154,7 @@ def profiled(links: dict[str, Connection], count: int, length: int, folder: Path
     for name, link in links.items():
         of_engine = folder / f"{count}x{length}" / name
         of_engine.mkdir(parents=True)
-        seconds_of(link, prompts_of(count, length, 0), 2 * PROFILED, str(of_engine))
+        seconds_of(link, prompts_of(count, length, 0, VOCABULARY), 2 * PROFILED, str(of_engine))
         # of several ranks, the first
         for trace in of_engine.glob("*-TP-0-*.trace.json.gz"):
             stage = trace.name.removesuffix(".trace.json.gz").rpartition("-")[2].lower()
@@ -230,35 +195,6 @@ def table_of(report: dict[str, Any]) -> Table:
     return table
 
 
-def cases_of(_: click.Context, __: click.Parameter, text: str) -> list[tuple[int, int]]:
-    """(requests, tokens of a prompt) of each case of "8x1024,64x1024"."""
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", case.strip()) for case in text.split(",")]
-    shapes = [(int(case[1]), int(case[2])) for case in found if case]
-    if len({*shapes}) < len(found) or any(requests > REQUESTS for requests, _ in shapes):
-        expected = f"different cases such as 8x1024, of at most {REQUESTS} requests"
-        raise click.BadParameter(f"expected {expected}, got {text!r}")
-    return shapes
-
-
-def kinds_of(_: click.Context, __: click.Parameter, text: str) -> list[str]:
-    """Kinds of layers."""
-    kinds = text.split()
-    if not kinds or not {*kinds} <= KINDS.keys():
-        raise click.BadParameter(f"expected some of {', '.join(KINDS)}, with spaces between them, got {text!r}")
-    return kinds
-
-
-def object_of(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise click.BadParameter(f"expected a JSON object, got {text!r}")
-    return found
-
-
 def new_folder(ctx: click.Context, parameter: click.Parameter, folder: Path | None) -> Path | None:
     """A folder that does not exist yet, and can be made."""
     if folder and folder.exists():
@@ -273,7 +209,7 @@ def new_folder(ctx: click.Context, parameter: click.Parameter, folder: Path | No
     "--cases",
     default="8x1024,64x1024,256x1024,8x8192",
     show_default=True,
-    callback=cases_of,
+    callback=partial(measuring.cases_of, requests=REQUESTS, limit=f", of at most {REQUESTS} requests"),
     help="REQUESTSxTOKENS, with commas between them",
 )
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="that each request generates")
@@ -307,7 +243,7 @@ def main(
 
     folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-sglang-"))
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"logs: {folder}", file=sys.stderr, flush=True)
+    say(f"logs: {folder}")
     write_model(folder / "model", layers, experts)
     options = {
         "model_path": str(folder / "model"),
@@ -350,7 +286,7 @@ def main(
         for count, length in cases:
             figures = measured(links, count, length, tokens, turns)
             report["cases"].append({"requests": count, "prompt": length, "figures": figures})
-            print(json.dumps(report["cases"][-1]), file=sys.stderr, flush=True)
+            say(json.dumps(report["cases"][-1]))
             if out:
                 out.write_text(json.dumps(report, indent=1) + "\n")
         Console(width=160).print(table_of(report))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
+from gpu_tests import Round
 from small_model import LENGTHS, mixed, prompt_of
 
 DEFAULTS: dict[str, Any] = {
@@ -29,7 +30,6 @@ DEFAULTS: dict[str, Any] = {
 }
 """Options of SGLang's `Engine`."""
 
-TOKENS = 32
 PAGE = 256
 """Tokens of a page of SGLang's caches of DeepSeek-V4."""
 
@@ -37,18 +37,6 @@ EAGER = {"disable_cuda_graph": True}
 GRAPHS = {"cuda_graph_bs_decode": [1, 2, 4, 8], "cuda_graph_backend_prefill": "disabled"}
 """Decodes run in captured graphs. SGLang captures no prompts of DeepSeek-V4 unless it is told to."""
 GRAPHS_OF_PROMPTS = {**GRAPHS, "cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": [256, 1024]}
-
-
-@frozen
-class Round:
-    """Prompts that are given to the engine at once, and how many tokens each answer has.
-
-    of_prompts: whether log-probabilities of the prompts are asked for; SGLang then takes nothing from its radix cache.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    tokens: int = TOKENS
-    of_prompts: bool = False
 
 
 FIRST = Round([prompt_of(length) for length in LENGTHS], of_prompts=True)
@@ -89,10 +77,7 @@ class Scenario:
         return {
             "environment": environment,
             "options": {**DEFAULTS, **self.graphs, **self.options, "model_path": folder},
-            "rounds": [
-                {"prompts": [[*p] for p in step.prompts], "tokens": step.tokens, "of_prompts": step.of_prompts}
-                for step in self.rounds
-            ],
+            "rounds": [step.input() for step in self.rounds],
         }
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-HERE = Path(__file__).parent
+from gpu_tests import pytest_addoption, results, shared_folder, skip_in, transformers_model
 
 
 def _obstacle() -> str:
@@ -30,46 +29,15 @@ def _obstacle() -> str:
     return "" if torch.cuda.is_available() else "needs a GPU"
 
 
-OBSTACLE = _obstacle()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what lies in this folder, with the reason."""
-    for item in items:
-        if OBSTACLE and HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=OBSTACLE))
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where results and logs go, by default a folder of pytest's."""
-    parser.addoption("--results", type=Path, help="folder for results (JSON) and logs of engines")
-
-
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of checkpoints. All processes of pytest share it."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    shared = Path(os.environ.get("TEST_CHECKPOINTS", shared / "checkpoints"))
-    shared.mkdir(parents=True, exist_ok=True)
-    return shared
+pytest_collection_modifyitems = skip_in(Path(__file__).parent, _obstacle())
 
 
 @pytest.fixture(scope="session")
 def checkpoints(shared_folder: Path) -> dict[str, Path]:
     """Folders of the model: "plain", "mtp" and "dspark"."""
-    from small_model import SIZES, checkpoint, checkpoint_with_drafts, made_once
+    from small_model import v4_checkpoints
 
-    folders = {name: shared_folder / name for name in ("plain", "mtp", "dspark")}
-
-    def make() -> None:
-        checkpoint(folders["plain"], SIZES)
-        for method in ("mtp", "dspark"):
-            checkpoint_with_drafts(folders[method], folders["plain"], method)
-
-    made_once(shared_folder, "v4", make)
-    return folders
+    return v4_checkpoints(shared_folder)
 
 
 @pytest.fixture(scope="session")
@@ -103,19 +71,9 @@ def stages_checkpoint(shared_folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def v41_model(v41_checkpoints: dict[str, Path]) -> Any:
     """The reference of its weights in fp32."""
-    import torch
-    from small_v41 import SIZES_V41, saved_v41
+    from small_v41 import v41_on_gpu
 
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return saved_v41(v41_checkpoints["v41"], SIZES_V41).to("cuda")
-
-
-@pytest.fixture(scope="session")
-def transformers_model(checkpoints: dict[str, Path]) -> Any:
-    """Transformers' model of these weights in fp32."""
-    from small_model import SIZES, model_on_gpu
-
-    return model_on_gpu(SIZES)
+    return v41_on_gpu(v41_checkpoints["v41"])
 
 
 @pytest.fixture(scope="session")
@@ -126,11 +84,3 @@ def stages_model(stages_checkpoint: Path) -> Any:
     from on_gpu.scenarios import SIZES_OF_STAGES
 
     return model_on_gpu(SIZES_OF_STAGES)
-
-
-@pytest.fixture
-def results(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The folder for results and logs of this test."""
-    folder: Path = request.config.getoption("--results") or tmp_path
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

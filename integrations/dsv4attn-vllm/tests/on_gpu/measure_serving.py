@@ -46,9 +46,7 @@ import gc
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -71,17 +69,11 @@ from rich.table import Table
 from dsv4attn.tools.cli.options import PATH, target_file, target_folder
 
 sys.path.append(str(Path(__file__).parents[1]))
-from released_sizes import FP8, KINDS, MODELS, RELEASED
+import measuring
+from measuring import FIGURES, kinds_of, medians, object_of, prompts_of, say
+from released_sizes import FP8, MODELS
 
 PLUGINS = OF_DSV4ATTN, OF_VLLM = "dsv4attn", "vllm"
-ENTRIES: dict[str, Any] = {
-    **RELEASED,
-    "head_dim": 512,
-    "num_experts_per_tok": 6,
-    "vocab_size": 129280,
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "dtype": "bfloat16",
-}
 EXPERTS = {
     "flash": {"n_routed_experts": 256, "moe_intermediate_size": 2048},
     "pro": {"n_routed_experts": 384, "moe_intermediate_size": 3072},
@@ -95,17 +87,10 @@ CACHES = "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CAC
 """Variables that name a folder for compiled code."""
 LOG_CHARACTERS = 3000
 """At the end of the log of an engine that failed, which are printed and saved."""
+VOCABULARY = 16000
+"""Tokens of prompts are below it, as any rank has them."""
 WIDTH = 200
 """Characters in a line of the table."""
-FIGURES = {
-    "first_token_s": ("first token, s", 3),
-    "per_token_ms": ("per token, ms", 2),
-    "decode_ms": ("in decode, ms", 2),
-    "step_ms": ("step, ms", 2),
-    "busy_ms": ("device busy, ms", 2),
-    "tokens_per_s": ("tokens/s", 0),
-}
-"""Figures of a case: the head of the column, and how many decimals are shown. A figure that no case has is left out."""
 EVEN, OF_MODEL = "even", "model"
 ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 ENGINE_PROCESS = {
@@ -125,7 +110,7 @@ PROFILE_ROWS = 70
 
 def sizes_of(model: str, ranks: int) -> dict[str, Any]:
     """Sizes of a model as one of so many tensor-parallel ranks has them. Raises UsageError if ranks would differ."""
-    sizes = {**ENTRIES, **MODELS[model], **EXPERTS[model]}
+    sizes = {**measuring.CONFIGURATION, **MODELS[model], **EXPERTS[model]}
     shared = {name: divmod(sizes[name], ranks) for name in SHARED}
     columns = shared["moe_intermediate_size"][0]
     # blocks of 128 columns have a scale each
@@ -136,13 +121,8 @@ def sizes_of(model: str, ranks: int) -> dict[str, Any]:
 
 def model_folder(kinds: Sequence[str], sizes: Mapping[str, Any]) -> str:
     """A folder with the configuration of a model of these layers."""
-    from transformers import DeepseekV4Config
-
-    types = [KINDS[kind] for kind in kinds]
-    layers = {"layer_types": types, "mlp_layer_types": ["moe"] * len(types)}
-    config = DeepseekV4Config(**sizes, **layers, num_hidden_layers=len(types))
     folder = tempfile.mkdtemp(prefix="dsv4attn-vllm-")
-    config.save_pretrained(folder)
+    measuring.write_configuration(folder, kinds, sizes)
     file = Path(folder, "config.json")
     released = {"quantization_config": FP8, "expert_dtype": "fp4", "topk_method": "noaux_tc"}
     file.write_text(json.dumps({**json.loads(file.read_text()), **released}))
@@ -206,10 +186,7 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
     It sends the device, versions, and seconds until it was ready. Then it serves each (prompts, tokens, folder) that
     arrives, and sends figures; with a folder it writes a profile there.
     """
-    os.environ.update(environment)
-    with open(log, "w") as file:  # noqa: PTH123 - a path that travels as text
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+    measuring.begin_engine(log, environment)
     import torch
     import triton
     import vllm
@@ -419,12 +396,8 @@ class Engine:
         common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
         common |= {"DG_JIT_CACHE_DIR": str(folder / "deep-gemm"), **environment}
         self.ready_s, self.context = math.nan, dict[str, str]()
-        self.link, theirs = multiprocessing.Pipe()
         self.log = folder / f"{plugin}.log"
-        inputs = theirs, str(self.log), {**common, **chosen}, options
-        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=inputs)
-        self.process.start()
-        theirs.close()
+        self.process, self.link = measuring.start_engine(serve, self.log, {**common, **chosen}, options)
 
     def _error(self, reason: str) -> EngineError:
         """The error to raise. The process is ended."""
@@ -505,29 +478,23 @@ class Run:
         for turn in range(self.report["turns"] + 1):
             for plugin, engine in [*self.engines.items()]:
                 try:
-                    figures = engine.measure(prompts_of(count, length, turn), self.report["tokens"])
+                    figures = engine.measure(prompts_of(count, length, turn, VOCABULARY), self.report["tokens"])
                 except EngineError as error:
                     self.leave_out(plugin, error)
                 else:
                     measured[plugin] += [figures] * (turn > 0)
-        medians: dict[str, dict[str, Any]] = {
-            plugin: {name: statistics.median(figures[name] for figures in several) for name in several[0]}
-            for plugin, several in measured.items()
-            if several
-        }
-        for plugin, of_case in medians.items():
-            of_case["of_turns"] = measured[plugin]
-        if medians:
-            self.report["cases"].append({"requests": count, "prompt": length, **medians})
+        served = {name: {**medians(turns), "of_turns": turns} for name, turns in measured.items() if turns}
+        if served:
+            self.report["cases"].append({"requests": count, "prompt": length, **served})
             say(json.dumps(self.report["cases"][-1]))
         self.save()
 
     def profile(self, count: int, length: int, folder: Path) -> None:
         """Let each engine serve so many prompts of this length once more, with a profile in the folder of its name."""
         for plugin, engine in [*self.engines.items()]:
-            turn = self.report["turns"] + 1
+            prompts = prompts_of(count, length, self.report["turns"] + 1, VOCABULARY)
             try:
-                summary = engine.measure(prompts_of(count, length, turn), self.report["tokens"], folder / plugin)
+                summary = engine.measure(prompts, self.report["tokens"], folder / plugin)
             except EngineError as error:
                 self.leave_out(plugin, error)
             else:
@@ -538,24 +505,6 @@ class Run:
         self.save()
 
 
-def prompts_of(count: int, length: int, turn: int) -> list[list[int]]:
-    """Random prompts that no earlier turn had, so that nothing is in a prefix cache."""
-    import random
-
-    draw = random.Random(f"{count} {length} {turn}")
-    # below the vocabulary of any rank
-    return [[draw.randrange(1000, 16000) for _ in range(length)] for _ in range(count)]
-
-
-def cases_of(_: click.Context, __: click.Parameter, text: str) -> list[tuple[int, int]]:
-    """(requests, tokens of a prompt) of each case of "8x1024,64x1024"."""
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", case.strip()) for case in text.split(",")]
-    shapes = [(int(case[1]), int(case[2])) for case in found if case]
-    if len({*shapes}) < len(found):
-        raise click.BadParameter(f"expected different cases such as 8x1024, got {text!r}")
-    return shapes
-
-
 def check_cases(cases: Sequence[tuple[int, int]], tokens: int, options: Mapping[str, Any]) -> None:
     """Raise UsageError for a case whose requests do not all run at once, or are too long with their answers."""
     requests, longest = options["max_num_seqs"], options["max_model_len"]
@@ -563,22 +512,6 @@ def check_cases(cases: Sequence[tuple[int, int]], tokens: int, options: Mapping[
         if count > requests or length + tokens > longest:
             expected = f"at most {requests} requests of {longest} tokens with their answers"
             raise click.UsageError(f"--cases: expected {expected}, got {count}x{length} and {tokens} tokens")
-
-
-def kinds_of(_: click.Context, __: click.Parameter, text: str | None) -> list[str] | None:
-    """Kinds of layers; None for none."""
-    kinds = text if text is None else text.split()
-    if kinds is not None and not (kinds and {*kinds} <= KINDS.keys()):
-        raise click.BadParameter(f"expected some of {', '.join(KINDS)}, with spaces between them, got {text!r}")
-    return kinds
-
-
-def object_of(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
-    """A JSON object."""
-    with suppress(ValueError):
-        if isinstance(found := json.loads(text), dict):
-            return found
-    raise click.BadParameter(f"expected a JSON object, got {text!r}")
 
 
 @click.command(help=__doc__)
@@ -594,7 +527,7 @@ def object_of(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any
     "--cases",
     default="1x1024,8x1024,64x1024,256x1024,1x8192,8x8192,64x8192",
     show_default=True,
-    callback=cases_of,
+    callback=measuring.cases_of,
     help="REQUESTSxTOKENS",
 )
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="that each request generates")
@@ -723,11 +656,6 @@ def main(
     if not report["cases"]:
         raise click.ClickException("no engine was measured")
     Console(width=WIDTH).print(table_of(report))
-
-
-def say(text: str) -> None:
-    """Print a line to stderr at once."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def ratio(values: Mapping[str, float]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
+from gpu_tests import Round
 from small_model import LENGTHS, SIZES, mixed, of_stages, prompt_of
 
 SIZES_OF_STAGES = of_stages(SIZES)
@@ -22,20 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "max_logprobs": 256,
 }
-TOKENS = 32
 CAPTURED = [1, 2, 4, 8]
-
-
-@frozen
-class Round:
-    """Prompts that are given to the engine at once, and how many tokens each answer has.
-
-    of_prompts: whether log-probabilities of the prompts are asked for; vLLM then takes nothing from its prefix cache.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    tokens: int = TOKENS
-    of_prompts: bool = False
 
 
 FIRST = Round([prompt_of(length) for length in LENGTHS], of_prompts=True)
@@ -98,18 +86,12 @@ class Scenario:
             environment |= {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": self.parts}
             if self.backend:
                 environment["DSV4ATTN_BACKEND"] = self.backend
-        rounds = [
-            step
-            if isinstance(step, str)
-            else {"prompts": [[*p] for p in step.prompts], "tokens": step.tokens, "of_prompts": step.of_prompts}
-            for step in self.rounds
-        ]
         return {
             "environment": environment,
             "capability": "" if by_vllm else self.capability,
             "is_v41": self.checkpoint.startswith("v41"),
             "options": options,
-            "rounds": rounds,
+            "rounds": [step if isinstance(step, str) else step.input() for step in self.rounds],
         }
 
 

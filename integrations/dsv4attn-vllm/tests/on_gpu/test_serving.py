@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 import small_model
 import torch
+from gpu_tests import GAP, RMS, Round, report, run_engine
 from small_model import logprobs, replayed, share_of
 from small_v41 import ReferenceV41
 
@@ -26,13 +23,10 @@ from on_gpu.scenarios import (
     TENSOR_PARALLEL,
     V41_SCENARIOS,
     WITHOUT_OFFLOADING,
-    Round,
     Scenario,
 )
 
 HERE = Path(__file__).parent
-RMS, GAP = 0.05, 0.1
-"""Bounds of the error of log-probabilities, which spread by 1.0, and of `worst_gap`. vLLM computes in bf16."""
 UNKNOWN = -2
 """In files of entries: nobody recorded them."""
 KERNELS_OF_VLLM = {
@@ -56,28 +50,12 @@ OF_VLLM_TOO = [s for s in SCENARIOS if not (s.capability or s.backend or "VLLM_B
 def serve(scenario: Scenario, folder: Path, results: Path, *, by_vllm: bool = False) -> dict[str, Any]:
     """Run worker.py: the answers of each round, metrics, seconds, and the log."""
     name = f"{scenario.name}{'-by-vllm' if by_vllm else ''}"
-    file, out, log = (results / f"{name}.{suffix}" for suffix in ("json", "pt", "log"))
-    file.write_text(json.dumps(scenario.input(str(folder), by_vllm=by_vllm)))
-    # several engines at once would otherwise have more threads than there are cores
-    environment = {"OMP_NUM_THREADS": "2", **os.environ}
-    if scenario.records_entries and not by_vllm:
-        environment["DSV4ATTN_VLLM_ENTRIES"] = str(results / f"{name}.entries")
-    begin = time.perf_counter()
-    with log.open("w") as stream:
-        code = subprocess.run(
-            [sys.executable, HERE / "worker.py", file, out],
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            timeout=420,
-            check=False,
-        ).returncode
-    text = log.read_text()
-    assert code == 0, f"{name}: exit code {code}\n" + text[-2500:]
-    found = torch.load(out)
-    out.unlink()
-    compiled = set(re.findall(r"JIT compilation during inference: (\w+)", text))
-    return {**found, "seconds": time.perf_counter() - begin, "log": text, "compiled": compiled - KERNELS_OF_VLLM}
+    recorded = scenario.records_entries and not by_vllm
+    variables = {"DSV4ATTN_VLLM_ENTRIES": str(results / f"{name}.entries")} if recorded else {}
+    inputs = scenario.input(str(folder), by_vllm=by_vllm)
+    served = run_engine(HERE / "worker.py", results, name, inputs, 420, variables)
+    compiled = set(re.findall(r"JIT compilation during inference: (\w+)", served["log"]))
+    return {**served, "compiled": compiled - KERNELS_OF_VLLM}
 
 
 def expected_logprobs(model: Any, step: Round, answers: list[dict[str, Any]]) -> list[torch.Tensor]:
@@ -122,12 +100,6 @@ def check_equal_bits(steps: Sequence[Round], rounds: Sequence[Sequence[Mapping[s
     assert not unequal, f"by round and tokens of the prompt: {unequal}"
 
 
-def report(results: Path, scenario: Scenario, values: dict[str, Any]) -> None:
-    """Leave the figures of a scenario in the folder of results."""
-    (results / f"{scenario.name}.figures.json").write_text(json.dumps(values, indent=1))
-    print(scenario.name, values)
-
-
 def is_of_dsv4attn(kernel: str) -> bool:
     """Whether a kernel of this name is defined in dsv4attn."""
     package = Path(dsv4attn.__file__).parent
@@ -141,7 +113,7 @@ def check_scenario(scenario: Scenario, folder: Path, model: Any, results: Path) 
     backends = sorted(set(re.findall(r"dsv4attn-vllm: \w+ runs on (\w+):", served["log"])))
     report(
         results,
-        scenario,
+        scenario.name,
         {**found, "backend": backends, "ready_s": served["ready"], "wall_s": served["seconds"], **served["metrics"]},
     )
     assert backends == [scenario.backend or "sm90"]
@@ -276,9 +248,8 @@ def test_vllms_own_attention_is_as_far_from_transformers(
     served = serve(scenario, checkpoints[scenario.checkpoint], results, by_vllm=True)
 
     found = figures(transformers_model, scenario, served)
-    (results / f"{scenario.name}-by-vllm.figures.json").write_text(
-        json.dumps({**found, "ready_s": served["ready"], "wall_s": served["seconds"], **served["metrics"]}, indent=1)
-    )
+    seconds = {"ready_s": served["ready"], "wall_s": served["seconds"]}
+    report(results, f"{scenario.name}-by-vllm", {**found, **seconds, **served["metrics"]})
     assert "runs on dsv4attn" not in served["log"]
     assert found["rms"] < RMS
     assert found.get("gap", 0) < GAP
