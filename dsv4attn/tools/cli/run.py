@@ -189,8 +189,8 @@ def run(
         "swa_page_size": config.block_size,
         "dtype": _KV_DTYPES.get(config.cache, "e4m3fn"),
         "lse": True,
+        "q_dtype": "float32" if config.cache == "fp32" else "bfloat16",
     }
-    facts["q_dtype"] = "float32" if config.cache == "fp32" else "bfloat16"
     chosen = chosen_backend(backend, backend_options, geometry, config.kinds or geometry.kinds, place, **facts)
     with joined(context_parallel, interleave or 1) if context_parallel else nullcontext() as context:
         replay = _replay(geometry, chosen, requests, config, context)

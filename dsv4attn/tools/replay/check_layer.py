@@ -49,7 +49,7 @@ from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.oracle_layer import OracleLayer
 from dsv4attn.tools.replay.over_ranks import KeyReaderOverRanks, selected_over_ranks
-from dsv4attn.tools.replay.read_back import BF16, SUMS, KeyReader, rounding_bound, share_of_bound
+from dsv4attn.tools.replay.read_back import BF16, SUMS, KeyReader, rms, rounding_bound, share_of_bound
 from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
@@ -223,7 +223,7 @@ class LayerChecker:
             return 0.0
         rope = self._layer.rope_dim
         bound = rounding_bound(exact, KVCacheLayout.rows(len(exact) - rope, rope), rope)
-        return bound + (_PROJECTED * math.sqrt(float(np.mean(exact**2))) if name == "index_key" else 0.0)
+        return bound + (_PROJECTED * rms(exact) if name == "index_key" else 0.0)
 
     def _entry(self, row: int, entry: int, *, index: bool) -> F64:
         key = row, entry, index
@@ -272,10 +272,9 @@ class LayerChecker:
 
     def _index_query_error(self, values: F64, weights: F64, exact: F64, factors: F64) -> float:
         """Of queries times weights: the scale of a quantised query is part of its weight."""
-        layout, rms = self._index_layout, math.sqrt(float(np.mean(exact**2)))
-        bound = np.stack([rounding_bound(row, layout, self._layer.rope_dim) for row in exact]) + self._of_latent * rms
-        of_weights = SUMS * math.sqrt(float(np.mean(factors**2)))
-        bound = bound * np.abs(factors)[:, None] + np.abs(exact) * of_weights
+        layout, rope_dim = self._index_layout, self._layer.rope_dim
+        bound = np.stack([rounding_bound(row, layout, rope_dim) for row in exact]) + self._of_latent * rms(exact)
+        bound = bound * np.abs(factors)[:, None] + np.abs(exact) * SUMS * rms(factors)
         return share_of_bound(values * weights[:, None], exact * factors[:, None], bound)
 
     @property

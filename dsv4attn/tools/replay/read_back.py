@@ -70,7 +70,7 @@ def rounding_bound(exact: F64, layout: KVCacheLayout, rope_dim: int) -> F64:
 
     rope_dim: elements that were rotated, the trailing ones, whatever part of them the layout stores in bf16.
     """
-    sums = SUMS * _rms(exact)
+    sums = SUMS * rms(exact)
     if layout.dtype == torch.float32:
         return np.full(exact.shape, sums)
     size = np.abs(exact)
@@ -92,5 +92,6 @@ def share_of_bound(stored: F64, exact: F64, bound: F64) -> float:
     return math.inf if np.isnan(shares).any() else float(shares.max())
 
 
-def _rms(values: F64) -> float:
+def rms(values: F64) -> float:
+    """The root mean square of some values."""
     return math.sqrt(float(np.mean(values**2)))
