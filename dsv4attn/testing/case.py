@@ -163,6 +163,10 @@ class Case:
         """Clauses and name, as in the names of tests."""
         return f"{'.'.join(self.clauses)}-{self.name}"
 
+    def as_json(self) -> dict[str, Any]:
+        """What says which case it is, as plain values."""
+        return {"name": self.name, "area": self.area.value, "clauses": list(self.clauses), "says": self.says}
+
     def run(self, bench: Bench) -> Measure:
         """Run the case. Raises Wrong if a clause is broken, SkipCase if this machine cannot run it.
 

@@ -110,14 +110,13 @@ class Subject:
             name, options = parse_request(backend)
             return cls.named(name, device=device, options=options)
         facts = _facts(device or "cpu")
+        subject = cls(backend.name, backend, device or "cpu", facts)
         try:
-            registration = registered(backend.name)
+            found = registered(backend.name)
         except UnknownNameError:
-            return cls(backend.name, backend, device or "cpu", facts)
-        return cls(
-            backend.name, backend, device or "cpu", facts, registration.distribution, registration.version,
-            refusals=_refusals(backend.name, facts),
-        )  # fmt: skip
+            return subject
+        refusals = _refusals(backend.name, facts)
+        return attrs.evolve(subject, distribution=found.distribution, version=found.version, refusals=refusals)
 
 
 def parse_request(text: str, separator: str = ",") -> tuple[str, dict[str, str]]:
@@ -205,10 +204,7 @@ class Outcome:
         """Everything, for programs. Numbers that are not finite are null here; the message has them."""
         measure = self.measure or Measure(math.nan, math.nan)
         return {
-            "name": self.case.name,
-            "area": self.case.area.value,
-            "clauses": list(self.case.clauses),
-            "says": self.case.says,
+            **self.case.as_json(),
             "state": self.state,
             "error": _finite(measure.error),
             "budget": _finite(measure.budget),

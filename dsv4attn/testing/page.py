@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from dsv4attn.core.contract.backend import API_VERSION
+from dsv4attn.core.reprs import counted
 from dsv4attn.testing.case import Case
 from dsv4attn.testing.cases.table import GROUPS
 from dsv4attn.testing.conform import STATES, Certificate, Failures, Outcome, environment, versions
@@ -90,7 +91,7 @@ def as_html(parity: Parity) -> str:
     ]
     letters = [f"{_letter(i)} is {_text(name)}" for i, name in enumerate(parity.names)]
     command = "parity" if len(parity.names) > 1 else "conform"
-    title = f"dsv4attn {command}: {_counted(len(parity.names), 'backend')}, {_ran(parity)}"
+    title = f"dsv4attn {command}: {counted(len(parity.names), 'backend')}, {_ran(parity)}"
     said = (
         "How much of its error budget each backend of DeepSeek-V4 attention used, case by case, against an oracle in "
         "float64 that shares no code with any of them. Budgets follow from the formats."
@@ -116,10 +117,6 @@ def _ran(parity: Parity) -> str:
     ran, total = len(parity.rows), len(parity.cases)
     shown = f"{ran} of {total} cases" if ran < total else f"{total} cases"
     return f"interrupted: {shown}" if parity.interrupted else shown
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _letter(i: int) -> str:
@@ -164,7 +161,7 @@ def _groups(parity: Parity) -> Iterable[str]:
         names = [n for n in dict.fromkeys(o.case.name for o in group.outcomes) if n not in shown]
         shown.update(names)
         if names:
-            title = f"{_counted(len(names), 'case')}, first {group.first.case.name}"
+            title = f"{counted(len(names), 'case')}, first {group.first.case.name}"
             said = f'<p class="soft">{_text(group.first.message)}</p>'
             group_rows = [of_case[name] for name in names]
             yield _section("Failed", title, group_rows, parity, said, opened=1 if number < OPEN else 0)

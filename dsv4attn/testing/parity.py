@@ -68,10 +68,7 @@ class Parity:
             backends.append({"name": certificate.subject.label, **own})
         cases = [
             {
-                "name": case.name,
-                "area": case.area.value,
-                "clauses": list(case.clauses),
-                "says": case.says,
+                **case.as_json(),
                 "results": {name: _result(o) for name, o in zip(self.names, outcomes, strict=True) if o is not None},
             }
             for case, outcomes in self.rows

@@ -23,6 +23,8 @@ from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend, registry_for
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import read_row
 from dsv4attn.testing.oracle import attention as oracle
 from tests.backends.built_in import known_devices
 from tests.core.attention.strategies import searched
@@ -287,13 +289,12 @@ def keys_of(cache: PagedKVCache, rows: DenseIndices) -> list[np.ndarray[Any, Any
     """Keys that each row names, read by the oracle from the bytes of their pages."""
     raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage()).numpy()
     stride, size = cache.tensor.stride(0), cache.block_size
-    dims: dict[str, Any] = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8}
     named = [
         [slot for slot in line[:count] if slot >= 0]
         for line, count in zip(rows.indices.tolist(), rows.lens.tolist(), strict=True)
     ]
     keys = {
-        slot: oracle.read_record(raw[slot // size * stride :], slot % size, block_size=size, split=True, **dims)
+        slot: read_row(raw[slot // size * stride :][place_of(cache.layout, slot % size, size)], cache.layout)
         for slot in {slot for line in named for slot in line}
     }
     return [np.array([keys[slot] for slot in line]).reshape(-1, 512) for line in named]

@@ -48,6 +48,10 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
         slip("norm_q_kv", behind=lambda result, a: (a["q"].to(a["dtype"]), result[1])),
         "norms-bf16,norms-fp32",
     ),
+    "results of the norms of another type": (
+        slip("norm_q_kv", behind=lambda result, _: tuple(part.float() for part in result)),
+        "norms-bf16,norms-mixed",
+    ),
     # compressor
     "no overlap": (compress_with(alone=True), "compress-c4a-ocp,compress-index-fp8,cuts-c4a"),
     "halves of the channels swapped": (compress_with(swapped=1), "compress-c4a-ocp,compress-index-mxfp4"),

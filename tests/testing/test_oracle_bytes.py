@@ -13,6 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import read_row
 from dsv4attn.testing.oracle import attention as oracle
 from tests.testing.arrays import quick, rng, same_bits
 
@@ -285,21 +288,20 @@ def test_a_record_that_cannot_be_is_refused() -> None:
         oracle.quantize_record(np.full(512, math.nan), fnuz=False, **FLASH)
     with pytest.raises(ValueError, match="not 584 bytes"):
         oracle.dequantize_record(np.zeros(583, dtype=np.uint8), fnuz=False, **FLASH)
-    with pytest.raises(ValueError, match="outside a page of 2"):
-        oracle.read_record(np.zeros(1728, dtype=np.uint8), 2, block_size=2, fnuz=False, split=True, **FLASH)
 
 
 @pytest.mark.parametrize(
-    ("split", "places"),
-    [(True, [(0, 1728), (576, 1736), (1152, 1744)]), (False, [(0, 576), (584, 1160), (1168, 1744)])],
+    ("arrangement", "places"),
+    [("split", [(0, 1728), (576, 1736), (1152, 1744)]), ("interleaved", [(0, 576), (584, 1160), (1168, 1744)])],
 )
-def test_a_poisoned_page_is_read_at_the_right_bytes(split: bool, places: list[tuple[int, int]]) -> None:
+def test_a_poisoned_page_is_read_at_the_right_bytes(arrangement: str, places: list[tuple[int, int]]) -> None:
     page = np.full(2304, 0xFF, dtype=np.uint8)
     rows = rng().standard_normal((3, 512))
     records = [oracle.quantize_record(row, fnuz=False, **FLASH) for row in rows]
     for record, (data, scales) in zip(records, places, strict=True):
         page[data : data + 576], page[scales : scales + 8] = record[:576], record[576:]
 
+    layout = KVCacheLayout.fp8_ds_mla(448, 64, arrangement=Arrangement(arrangement))
     for token, record in enumerate(records):
-        result = oracle.read_record(page, token, block_size=3, fnuz=False, split=split, **FLASH)
+        result = read_row(page[place_of(layout, token, 3)], layout)
         assert same_bits(result, oracle.dequantize_record(record, fnuz=False, **FLASH))

@@ -397,11 +397,6 @@ def latent_cases() -> Iterator[Case]:
             says = f"index keys of ratio {ratio} go through an RMSNorm, bf16 and RoPE to {name} records"
             inputs = latent(name, ratio=ratio)
             yield _layer(f"latent-index-{name}-{ratio}", "V7", says, inputs, compressor.stores(normed=True))
-    yield from _latent_padding_cases()
-
-
-def _latent_padding_cases() -> Iterator[Case]:
-    """Rows of padding among the tokens."""
     says = "rows of padding among the tokens have latents of zeros, and change no other"
     yield _layer("no-token-latents-1", "B5", says, latent(ratio=1), compressor.makes_latents((5, 2), padded=True))
     says = "rows of padding are in no window, and leave the rings of all requests as they are"

@@ -22,7 +22,18 @@ from dsv4attn.testing.kit.factories import CaseInput, cos_sin_table, normal
 from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, Pages
 from dsv4attn.testing.kit.random_step import STALE_POSITIONS
 from dsv4attn.testing.kit.strided import unchanged
-from dsv4attn.testing.kit.tolerances import F64, U8, Formula, as_f64, hold_record, hold_values, read_row, rounded
+from dsv4attn.testing.kit.tolerances import (
+    F64,
+    U8,
+    Formula,
+    as_f64,
+    first_difference,
+    hold_record,
+    hold_shape,
+    hold_values,
+    read_row,
+    rounded,
+)
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle import layer as oracle_layer
 
@@ -56,15 +67,6 @@ def cut_into_steps(requests: Sequence[tuple[int, int]], sizes: Sequence[int]) ->
         stops = [min(at + sizes[(turn + i) % len(sizes)], ends[i]) for i, at in enumerate(position)]
         yield [(i, range(at, stop)) for i, (at, stop) in enumerate(zip(position, stops, strict=True))]
         position, turn = stops, turn + 1
-
-
-def first_difference(now: U8, expected: U8) -> tuple[int, int, int]:
-    """(number of bytes that differ, page and byte of the first of them); (0, -1, -1) for equal bytes."""
-    differs = now != expected
-    if not differs.any():
-        return 0, -1, -1
-    page, byte = (int(axis[0]) for axis in np.nonzero(differs))
-    return int(differs.sum()), page, byte
 
 
 def hold_bytes(now: U8, expected: U8, name: str, where: str = "") -> None:
@@ -668,8 +670,7 @@ def run_latents(
             inputs.ratio,
             None if states is None else StatePages(states.cache, inputs.tensor(inputs.rings)),
         )
-    if latents.dtype != torch.bfloat16 or latents.shape != kv.shape:
-        raise Wrong(f"latents: {list(latents.shape)} {latents.dtype}, expected {list(kv.shape)} torch.bfloat16")
+    hold_shape(latents, kv.shape, torch.bfloat16, "latents:")
     for row in np.flatnonzero(requests < 0):
         if latents[row].any():
             raise Wrong(f"latent of row {row}, which is padding: not zero")

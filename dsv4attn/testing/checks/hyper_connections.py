@@ -15,10 +15,10 @@ from torch import Tensor
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.arguments import MixWeights
-from dsv4attn.testing.case import Bench, Check, Measure, Wrong, dtype_name, worst_of
+from dsv4attn.testing.case import Bench, Check, Measure, dtype_name, worst_of
 from dsv4attn.testing.kit.factories import CaseInput
 from dsv4attn.testing.kit.strided import StridedTensors, unchanged
-from dsv4attn.testing.kit.tolerances import F64, UNIT, Formula, as_f64, hold_values, rounded, summed
+from dsv4attn.testing.kit.tolerances import F64, UNIT, Formula, as_f64, hold_shape, hold_values, rounded, summed
 from dsv4attn.testing.oracle import layer as oracle_layer
 
 X, Y, FN, BASE, SCALE, NORM, POST, COMB, HEAD, PREVIOUS = range(90, 100)
@@ -232,13 +232,11 @@ def judge_rows(
 
     shape, dtype: of a row of the result.
     """
-    if tuple(result.shape) != (inputs.count, *shape) or result.dtype != dtype:
-        raise Wrong(f"{name}: {list(result.shape)} {result.dtype}, expected {[inputs.count, *shape]} {dtype}")
-    formulas, worst = list(expected), Measure(0.0, 1.0)
+    hold_shape(result, (inputs.count, *shape), dtype, f"{name}:")
+    formulas, measures = list(expected), [Measure(0.0, 1.0)]
     for token, row in enumerate(result):
-        measure = hold_values(row, formulas[token % DISTINCT], dtype, f"{name} of token {token}")
-        worst = worst_of(worst, measure)
-    return worst
+        measures.append(hold_values(row, formulas[token % DISTINCT], dtype, f"{name} of token {token}"))
+    return worst_of(*measures)
 
 
 def judge_mixes(

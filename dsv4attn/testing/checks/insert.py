@@ -19,7 +19,7 @@ from dsv4attn.testing.kit.factories import HEADS, CaseInput, cos_sin_table, flas
 from dsv4attn.testing.kit.oracle_cache import OracleCache, PagePlacement, place_of
 from dsv4attn.testing.kit.random_step import STALE_POSITIONS
 from dsv4attn.testing.kit.strided import StridedTensors, unchanged
-from dsv4attn.testing.kit.tolerances import F64, as_f64, floats, rounded, worst_error
+from dsv4attn.testing.kit.tolerances import F64, as_f64, first_difference, floats, rounded, worst_error
 from dsv4attn.testing.oracle import attention as oracle
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
@@ -149,10 +149,10 @@ def quantises(bench: Bench, rows: CacheRows) -> Measure:
 
 def same_pages(rows: CacheRows, actual: NDArray[np.uint8], expected: NDArray[np.uint8]) -> Measure:
     """Pages, and the gaps after them, hold the expected bytes."""
-    if np.array_equal(actual, expected):
+    count, page, byte = first_difference(actual, expected)
+    if not count:
         return Measure()
-    page, byte = (int(i[0]) for i in np.nonzero(actual != expected))
-    count, size = int((actual != expected).sum()), rows.placement.block_size
+    size = rows.placement.block_size
     owner = [o for o in range(size) if byte in place_of(rows.layout, o, size)]
     what = f"slot {page * size + owner[0]}" if owner else "no slot at all"
     message = f"{count} bytes differ, first byte {byte} of page {page} ({what}): "

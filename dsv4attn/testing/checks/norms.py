@@ -8,10 +8,10 @@ import attrs
 import numpy as np
 import torch
 
-from dsv4attn.testing.case import Bench, Measure, Wrong, worst_of
+from dsv4attn.testing.case import Bench, Measure, worst_of
 from dsv4attn.testing.kit.factories import CaseInput
 from dsv4attn.testing.kit.strided import StridedTensors, unchanged
-from dsv4attn.testing.kit.tolerances import F64, Formula, hold_values, rounded
+from dsv4attn.testing.kit.tolerances import F64, Formula, hold_shape, hold_values, rounded
 
 LATENT, KEY, LATENT_WEIGHT, KEY_WEIGHT = range(110, 114)
 """Streams of random numbers."""
@@ -67,9 +67,7 @@ def _normed(bench: Bench, inputs: NormRows) -> tuple[torch.Tensor, torch.Tensor]
         results: tuple[torch.Tensor, torch.Tensor] = bench.layer_ops.norm_q_kv(*arguments, inputs.eps, inputs.out_dtype)
     strided.check()
     for name, result, source in zip(("q", "kv"), results, sources, strict=True):
-        if (tuple(result.shape), result.dtype) != (source.shape, inputs.out_dtype):
-            expected = f"{list(source.shape)} {inputs.out_dtype}"
-            raise Wrong(f"{name}: {list(result.shape)} {result.dtype}, expected {expected}")
+        hold_shape(result, source.shape, inputs.out_dtype, f"{name}:")
     return results
 
 

@@ -17,7 +17,7 @@ from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.checks.insert import BF16, FP32_STEPS, CacheRows, stale_rows
 from dsv4attn.testing.kit.factories import normal
 from dsv4attn.testing.kit.strided import StridedTensors, unchanged
-from dsv4attn.testing.kit.tolerances import F64, as_f64, rounded, shown, worst_error
+from dsv4attn.testing.kit.tolerances import F64, as_f64, hold_shape, rounded, shown, worst_error
 from dsv4attn.testing.oracle import attention as oracle
 
 WO_A, WO_B = 28, 29
@@ -88,7 +88,7 @@ def projects(bench: Bench, rows: CacheRows) -> Measure:
         with unchanged(o=o):
             z = o_proj(bench.backend, *rest, layer=rows.layer) if rows.scale else bench.backend.inv_rope_o_proj(*rest)
         strided.check()
-        _check_result(z, shape, o)
+        hold_shape(z, shape, o.dtype, "returned")
         if projected and not torch.equal(z, projected[0]):
             raise Wrong("a module with the weight and its scales gives another result than a BlockScaledWeight")
         projected.append(z)
@@ -143,7 +143,7 @@ def outputs(bench: Bench, rows: CacheRows) -> Measure:
             layer=rows.layer_of_rank,
         )
         strided.check()
-        _check_result(y, (rows.count, rows.hidden), o)
+        hold_shape(y, (rows.count, rows.hidden), o.dtype, "returned")
         matrix = second.values[:, columns]
         z, moved = (part.reshape(rows.count, -1)[:, columns] for part in (wanted_z, budget_z))
         results += as_f64(y)
@@ -167,11 +167,6 @@ def _inputs(rows: CacheRows, strided: StridedTensors) -> tuple[Tensor, Tensor]:
     """O [n, H, D] and the table of angles, on the device."""
     o = strided("o", rows.tensor(rows.queries, rows.dtype))
     return o, strided("cos_sin_cache", rows.tensor(rows.table, torch.float32))
-
-
-def _check_result(result: Tensor, shape: tuple[int, ...], o: Tensor) -> None:
-    if tuple(result.shape) != shape or result.dtype != o.dtype:
-        raise Wrong(f"returned {list(result.shape)} {result.dtype}, expected {list(shape)} {o.dtype}")
 
 
 def _expected(rows: CacheRows, weight: F64) -> tuple[F64, F64]:

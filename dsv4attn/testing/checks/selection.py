@@ -33,6 +33,7 @@ from dsv4attn.testing.kit.tolerances import (
     Formula,
     as_f64,
     hold_values,
+    query_values,
     rounded,
     summed,
     written,
@@ -417,16 +418,6 @@ class IndexSelection(CaseInput):
         if self.whole and query is None:
             return scores, np.zeros(count)
         return scores, score_errors(q, weights, keys, bits)
-
-
-def query_values(query: IndexQuery, token: int, layout: KVCacheLayout) -> F64:
-    """[Hi, Di] values of a token's query."""
-    if not layout.is_quantised:
-        return as_f64(query.values[token])
-    raw = query.values[token].view(torch.uint8).cpu().numpy()
-    if query.scales is not None:
-        return oracle_layer.scaled_e2m1(oracle.unpack_e2m1(raw), query.scales[token].cpu().numpy())
-    return oracle.decode_e4m3(raw, layout.fp8_format is Fp8Format.FNUZ)
 
 
 def score_errors(q: F64, weights: F64, keys: F64, bits: int = 24) -> F64:

@@ -361,13 +361,8 @@ class Way:
     padding: Sequence[int] = attrs.Factory(lambda self: [0] * len(self.steps), takes_self=True)
 
 
-def drawn_ways(counts: Sequence[int], seed: int, number: int = 2) -> list[Way]:
-    """Ways to run requests with these numbers of tokens; the last ones are drawn at random.
-
-    counts: tokens of each request.
-    seed: seed of the random ways.
-    number: how many ways are random.
-    """
+def drawn_ways(counts: Sequence[int], seed: int) -> list[Way]:
+    """Ways to run requests with these numbers of tokens; the last two are drawn at random."""
     requests = range(len(counts))
     ways = [
         Way("each request alone", [[(request, counts[request])] for request in requests]),
@@ -377,7 +372,7 @@ def drawn_ways(counts: Sequence[int], seed: int, number: int = 2) -> list[Way]:
         ),
     ]
     rng = np.random.default_rng((seed, WAYS))
-    for i in range(number):
+    for i in range(2):
         left, steps, padding = [*counts], list[list[Chunk]](), list[int]()
         while any(left):
             open_requests = [request for request in requests if left[request]]

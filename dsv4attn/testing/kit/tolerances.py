@@ -11,7 +11,7 @@ too if the true value is within the budget of the midpoint between both: in fp32
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.contract.backend import Products
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing.case import Measure, Wrong
 from dsv4attn.testing.kit.causes import factor_of_two, likely_cause
 from dsv4attn.testing.oracle import attention as oracle
@@ -127,6 +128,16 @@ def _quantised(layout: KVCacheLayout) -> tuple[Callable[[F64], U8], Callable[[U8
 def as_f64(tensor: Tensor) -> F64:
     """Values of a tensor on the host."""
     return np.asarray(tensor.double().cpu().numpy())
+
+
+def query_values(query: IndexQuery, token: int, layout: KVCacheLayout) -> F64:
+    """[Hi, Di] values of a token's query, as its codes and scale bytes have them."""
+    if not layout.is_quantised:
+        return as_f64(query.values[token])
+    raw = query.values[token].view(torch.uint8).cpu().numpy()
+    if query.scales is not None:
+        return oracle_layer.scaled_e2m1(oracle.unpack_e2m1(raw), query.scales[token].cpu().numpy())
+    return oracle.decode_e4m3(raw, layout.fp8_format is Fp8Format.FNUZ)
 
 
 def floats(data: U8, dtype: torch.dtype) -> F64:
@@ -311,6 +322,21 @@ def worst_error(errors: F64) -> tuple[float, tuple[int, ...]]:
     sizes = np.where(np.isnan(errors), math.inf, errors)
     place = tuple(int(i) for i in np.unravel_index(sizes.argmax(), sizes.shape))
     return float(sizes[place]), place
+
+
+def hold_shape(result: Tensor, shape: Sequence[int], dtype: torch.dtype, what: str) -> None:
+    """Raise Wrong unless a result has this shape and dtype. what: its name in the message."""
+    if (tuple(result.shape), result.dtype) != (tuple(shape), dtype):
+        raise Wrong(f"{what} {list(result.shape)} {result.dtype}, expected {list(shape)} {dtype}")
+
+
+def first_difference(now: U8, expected: U8) -> tuple[int, int, int]:
+    """(number of bytes of pages that differ, page and byte of the first of them); (0, -1, -1) for equal bytes."""
+    differs = now != expected
+    if not differs.any():
+        return 0, -1, -1
+    page, byte = (int(axis[0]) for axis in np.nonzero(differs))
+    return int(differs.sum()), page, byte
 
 
 def hold_equal(values: Tensor, expected: F64, where: Callable[[tuple[int, ...]], str]) -> Measure:

@@ -184,38 +184,6 @@ def dequantize_blocks(codes: U8, scale: F64 | U8, fnuz: bool, block: int = 128) 
     return round_bf16((decode_e4m3(codes, fnuz) * of_values).astype(np.float32))
 
 
-def read_record(
-    page: U8,
-    token: int,
-    *,
-    block_size: int,
-    nope_dim: int,
-    rope_dim: int,
-    group_size: int,
-    fnuz: bool,
-    scale_bytes: int,
-    split: bool,
-) -> F64:
-    """Read one token of one raw page.
-
-    Split (vLLM, FlashMLA): the data of all tokens comes first, then the scales of all tokens. Otherwise a token's
-    scales follow its own data. Bytes between the last scale and the end of the page are padding.
-    """
-    if not 0 <= token < block_size:
-        msg = f"token {token} is outside a page of {block_size}"
-        raise ValueError(msg)
-    data_bytes = nope_dim + 2 * rope_dim
-    if split:
-        data, scales = token * data_bytes, block_size * data_bytes + token * scale_bytes
-    else:
-        data = token * (data_bytes + scale_bytes)
-        scales = data + data_bytes
-    record = np.concatenate([page[data : data + data_bytes], page[scales : scales + scale_bytes]])
-    return dequantize_record(
-        record, nope_dim=nope_dim, rope_dim=rope_dim, group_size=group_size, fnuz=fnuz, scale_bytes=scale_bytes
-    )
-
-
 @attrs.frozen
 class Yarn:
     """YaRN of a compressed layer: its frequencies are stretched for long contexts, without magnitude scaling.

@@ -22,39 +22,21 @@ from dsv4attn.testing.kit.interpreter_warnings import ignore_interpreter_warning
 __all__ = ["main", "print_json"]
 
 _COMMANDS = {
-    "backends": ("dsv4attn.tools.cli.backends:backends", "List the backends, and which of them run on this machine."),
-    "bench": (
-        "dsv4attn.tools.cli.bench:bench",
-        "Time kernels, and compare them with the roofline and other libraries.",
-    ),
-    "bench-context": (
-        "dsv4attn.tools.cli.bench_context:bench_context",
-        "Time decode over ranks, under torchrun, and compare it with one rank.",
-    ),
-    "bench-memory": (
-        "dsv4attn.tools.cli.bench_memory:bench_memory",
-        "Show how memory grows with the context of selections.",
-    ),
-    "compile": ("dsv4attn.tools.cli.compile:compile_", "Compile every kernel for devices that need not be here."),
-    "conform": ("dsv4attn.tools.cli.conform:conform", "Run the conformance kit on a backend, and write a certificate."),
-    "doctor": (
-        "dsv4attn.tools.cli.doctor:doctor",
-        "Look for what is wrong with this installation, and say what to do.",
-    ),
-    "explain": ("dsv4attn.tools.cli.explain:explain", "Say which backend would run a problem, and why not the others."),
-    "memory": (
-        "dsv4attn.tools.cli.memory:memory",
-        "Say whether a model fits a device, and what remains for the caches.",
-    ),
-    "new-plugin": (
-        "dsv4attn.tools.cli.new_plugin:new_plugin",
-        "Write the package of a new backend, to start from.",
-    ),
-    "parity": ("dsv4attn.tools.cli.parity:parity", "Compare backends with the float64 oracle, case by case."),
-    "run": ("dsv4attn.tools.cli.run:run", "Serve a request trace through attention layers, and check the results."),
-    "show": ("dsv4attn.tools.cli.show:show", "Show which keys each token of a prompt attends to."),
+    "backends": "List the backends, and which of them run on this machine.",
+    "bench": "Time kernels, and compare them with the roofline and other libraries.",
+    "bench-context": "Time decode over ranks, under torchrun, and compare it with one rank.",
+    "bench-memory": "Show how memory grows with the context of selections.",
+    "compile": "Compile every kernel for devices that need not be here.",
+    "conform": "Run the conformance kit on a backend, and write a certificate.",
+    "doctor": "Look for what is wrong with this installation, and say what to do.",
+    "explain": "Say which backend would run a problem, and why not the others.",
+    "memory": "Say whether a model fits a device, and what remains for the caches.",
+    "new-plugin": "Write the package of a new backend, to start from.",
+    "parity": "Compare backends with the float64 oracle, case by case.",
+    "run": "Serve a request trace through attention layers, and check the results.",
+    "show": "Show which keys each token of a prompt attends to.",
 }
-"""Commands by name: import path, and line in the list of commands."""
+"""Lines of the list of commands, by name. A command's module and function have its name."""
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes. FAILED: a check failed, or an unexpected error occurred."""
@@ -81,8 +63,10 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(f"dsv4attn.tools.cli.{cmd_name.replace('-', '_')}")
+        # `compile` alone is a name of Python
+        command: click.Command = getattr(module, "compile_" if cmd_name == "compile" else cmd_name.replace("-", "_"))
+        command.short_help = _COMMANDS[cmd_name]
         return command
 
     def resolve_command(
@@ -96,7 +80,7 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # click would import every command for its help
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in sorted(_COMMANDS.items())])
+            formatter.write_dl(sorted(_COMMANDS.items()))
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:  # noqa: ANN401 - click's own
         args = list(sys.argv[1:] if args is None else args)

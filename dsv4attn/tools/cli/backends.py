@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import asdict
 
+from dsv4attn.config import AUTO, PHASES, Settings, load_settings
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.errors import did_you_mean
 from dsv4attn.tools.cli import print_json
 from dsv4attn.tools.cli.common import console, grid, reason_json, simple_table
 from dsv4attn.tools.cli.options import JSON
@@ -24,7 +28,7 @@ MODEL = "flash"
 """The model whose layers the backends are asked about."""
 
 
-@click.command(short_help="List the backends, and which of them run on this machine.")
+@click.command()
 @JSON
 def backends(*, as_json: bool) -> None:
     """List the backends, and which of them run on this machine.
@@ -46,7 +50,6 @@ def backends(*, as_json: bool) -> None:
       0    the list was printed, whatever the states
       2    bad input
     """  # noqa: D301 - click wants the character
-    from dsv4attn.config import load_settings
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.selection import registry_for
 
@@ -79,9 +82,6 @@ def backends(*, as_json: bool) -> None:
 
 def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Selection]:
     """The automatic choice on a device for each phase of a released model."""
-    from dsv4attn.config import PHASES, Settings
-    from dsv4attn.core.contract.problem import Problem
-    from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.selection import explain
 
     geometry = ModelGeometry.preset(MODEL)
@@ -145,9 +145,6 @@ def merged(phases: Mapping[str, str]) -> list[str]:
 
 def _absent(request: str, registry: PluginRegistry) -> str:
     """A note for a requested name that no backend has, else ""."""
-    from dsv4attn.config import AUTO
-    from dsv4attn.errors import did_you_mean
-
     if request == AUTO or request in registry.backends:
         return ""
     return f": no backend has this name, so every call is refused{did_you_mean(request, registry.backends)}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve
 
+from dsv4attn.config import load_settings
 from dsv4attn.errors import NoBackendError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_named
@@ -28,6 +29,7 @@ from dsv4attn.tools.cli.options import (
     options,
     target_folder,
     text,
+    torch_device,
 )
 from dsv4attn.tools.cli.progress import progress_bar
 
@@ -45,7 +47,7 @@ __all__ = ["bench"]
 ALL = "all"
 
 
-@click.command(short_help="Time kernels, and compare them with the roofline and other libraries.")
+@click.command()
 @click.argument("what", nargs=-1, callback=named_words, shell_complete=complete.measurements)
 @options(
     text(
@@ -70,12 +72,7 @@ ALL = "all"
     integer("--tokens", metavar=None, help="Number of query tokens in prefills."),
     integer("--rounds", metavar=None, help="Number of rounds. A time is the median of the rounds."),
     integer("--threads", metavar=None, help="Threads of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
-    text(
-        "--device",
-        metavar="DEVICE",
-        help="Torch device.  [default: the first accelerator, or cpu]",
-        shell_complete=complete.torch_devices,
-    ),
+    torch_device("Torch device.  [default: the first accelerator, or cpu]"),
     text(
         "--peers",
         metavar="[NAMES]",
@@ -233,7 +230,6 @@ def _measured(
     **counts: Any,  # noqa: ANN401 - fields of `CaseSizes`, None for its default
 ) -> Run:
     """Check all options before anything slow, and measure."""
-    from dsv4attn.config import load_settings
     from dsv4attn.tools.bench.cases import PRESETS, host_cases, named, sizes, together
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.tools.bench.runner import Runner

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from attrs import evolve
 
+from dsv4attn.config import load_settings
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.bench_device import device_of_rank
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from dsv4attn.tools.replay.over_ranks import MeteredContext
 
 
-@click.command(short_help="Time decode over ranks, under torchrun, and compare it with one rank.")
+@click.command()
 @options(
     DECIDED_BACKEND,
     OPTION,
@@ -110,7 +111,6 @@ def bench_context(
     place, group_backend = device_of_rank(device)
     if graph and place.type == "cpu":
         raise ArgumentError("--graph", expected="a device that captures graphs, with NCCL", actual="cpu with gloo")
-    from dsv4attn.config import load_settings
     from dsv4attn.tools.bench.cases import CONTEXT_CASES, named
     from dsv4attn.tools.bench.context import ContextRun
     from dsv4attn.tools.bench.context_cases import context_cases

@@ -12,7 +12,7 @@ from dsv4attn.tools.cli.common import console, require_torch
 from dsv4attn.tools.cli.options import JSON, flag, options, text
 
 
-@click.command(short_help="Show how memory grows with the context of selections.")
+@click.command()
 @options(
     text("--backend", default="triton", help="Backend whose ops run.", shell_complete=complete.backends),
     flag("--deterministic", help="Run deterministic ops."),

@@ -13,23 +13,25 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from attrs import asdict
+import click
+from attrs import asdict, evolve
 
-from dsv4attn.config import AUTO, PHASES
+from dsv4attn.config import AUTO, PHASES, load_settings, parse_request
+from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.core.contract.devices import DEVICES, KnownDevice, described, named_by_number
-from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, is_path
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
+from dsv4attn.tools.cli import BAD_INPUT
 
 if TYPE_CHECKING:
-    import click
     import torch
     from rich.console import Console
     from rich.table import Table
 
+    from dsv4attn.core.cache.layout import KVCacheLayout
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.core.contract.device import DeviceFacts
-    from dsv4attn.core.contract.problem import Reason
 
 _ANY = "any sm_* and gfx* is taken too; `nvidia-smi --query-gpu=compute_cap --format=csv` and `rocminfo` say which"
 _MAKERS = {
@@ -40,6 +42,8 @@ _MAKERS = {
 """Hints for the name of a maker in place of a device."""
 COMPILED_FOR = tuple(device for device in DEVICES if device.kind in ("cuda", "hip"))
 """Devices that `compile` has targets for. Kernels for Intel are compiled at their first launch, on the device."""
+RECORDS = tuple(name for name in KEY_RECORDS if name != "fp8_ds_mla")
+"""Records that `--dtype` takes. That of 584 bytes has the names of its element types."""
 _ENDLESS = 10_000
 """Columns of a console that is a pipe."""
 
@@ -56,6 +60,33 @@ def longest_context(geometry: ModelGeometry, asked: int | None, default: int) ->
         expected = f"at most {longest}, the longest context of {geometry.name}"
         raise ArgumentError("--max-model-len", expected=expected, actual=asked)
     return asked or min(default, longest)
+
+
+def layouts_of(geometry: ModelGeometry, dtype: str) -> tuple[KVCacheLayout, KVCacheLayout]:
+    """Layouts of window and compressed caches, by an element type or one of `RECORDS`."""
+    import torch
+
+    from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+
+    dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
+    if dtype in RECORDS:
+        window = KEY_RECORDS[dtype].window_record or dtype
+        return KVCacheLayout.of_record(window, *dims), KVCacheLayout.of_record(dtype, *dims)
+    if dtype in tuple(Fp8Format):
+        layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
+    else:
+        layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
+    return layout, layout
+
+
+def with_layouts(problem: Problem, window: KVCacheLayout, entries: KVCacheLayout) -> Problem:
+    """The problem with caches of these layouts, on pages of the same sizes."""
+    swa, compressed = problem.swa, problem.compressed
+    return evolve(
+        problem,
+        swa=CacheFacts.of(window, swa.page_size),
+        compressed=compressed and CacheFacts.of(entries, compressed.page_size),
+    )
 
 
 def device_facts(name: str) -> DeviceFacts:
@@ -88,7 +119,6 @@ def devices_of_plugins() -> dict[str, str]:
 
     Names of the table of devices, and any sm_* and gfx*, are left out.
     """
-    from dsv4attn.config import load_settings
     from dsv4attn.plugins import BUILT_IN
     from dsv4attn.selection import registry_for
 
@@ -129,10 +159,6 @@ def _family(name: str, names: Iterable[str]) -> list[str]:
 
 def require_torch(ctx: click.Context) -> None:
     """End a command with exit code 2 and one line if torch cannot be imported."""
-    import click
-
-    from dsv4attn.tools.cli import BAD_INPUT
-
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
@@ -168,7 +194,6 @@ def check_request(backend: str | None) -> None:
 
     backend: NAME, "auto", or "decode=NAME,prefill=NAME"; None: nothing is named.
     """
-    from dsv4attn.config import parse_request
     from dsv4attn.selection import registered
 
     for name in parse_request(backend, "argument backend").values() if backend is not None else ():
@@ -188,7 +213,6 @@ def chosen_backend(
 
     options: options of that backend. facts: arguments of `Problem.of` that differ from the model.
     """
-    from dsv4attn.config import load_settings
     from dsv4attn.selection import load_backend, resolve, select_backend
     from dsv4attn.selection.build import check_reference_ops
 
@@ -361,8 +385,6 @@ def epilog(devices: Iterable[KnownDevice]) -> str:
 
 def write_file(path: Path, content: str) -> None:
     """Write a file. If that fails, raise a UsageError of one line."""
-    import click
-
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:

@@ -16,10 +16,13 @@ from attrs import asdict, evolve, field, frozen
 
 from dsv4attn.config import AUTO, PHASES, load_settings
 from dsv4attn.core.cache.key_records import KEY_RECORDS
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
 from dsv4attn.integrations.engines import ENGINES, VLLM, Engine
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
     COMPILED_FOR,
+    RECORDS,
     check_folder,
     check_request,
     console,
@@ -27,6 +30,7 @@ from dsv4attn.tools.cli.common import (
     epilog,
     geometry_of,
     grid,
+    layouts_of,
     longest_context,
     reason_json,
     require_torch,
@@ -62,8 +66,7 @@ __all__ = ["bounds_of", "compile_", "rank_of"]
 _SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
 """Words of the summary for each verdict but "ok"."""
 _STYLES = {"ok": "green", "spills": "yellow", "limit": "bold red", "failed": "bold red"}
-_RECORDS = tuple(name for name in KEY_RECORDS if name != "fp8_ds_mla")
-_DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", *_RECORDS)
+_DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", *RECORDS)
 
 
 @frozen
@@ -96,9 +99,7 @@ class _Job:
         return f"{kernels}: {spills}, largest shared memory {shared}, at least {blocks}"
 
 
-@click.command(
-    "compile", short_help="Compile every kernel for devices that need not be here.", epilog=epilog(COMPILED_FOR)
-)
+@click.command("compile", epilog=epilog(COMPILED_FOR))
 @options(
     text(
         "--target",
@@ -306,7 +307,6 @@ def _jobs(
     """
     from dsv4attn.backends._triton.compiling.targets import Target
     from dsv4attn.core.contract.device import DeviceFacts
-    from dsv4attn.errors import ArgumentError, UnknownNameError
 
     chosen = [Target.of(arch) for arch in archs]
     jobs, names, wanted = [], set[str](), {_short(name) for name in kernels}
@@ -337,7 +337,6 @@ def _asked(loaded: Collection[str]) -> set[str]:
 
     Raises UnknownNameError for a backend that does not exist, ArgumentError if none is asked for that has kernels.
     """
-    from dsv4attn.errors import ArgumentError
     from dsv4attn.selection import registered
 
     settings = [load_settings().request(phase) for phase in PHASES]
@@ -352,8 +351,6 @@ def _asked(loaded: Collection[str]) -> set[str]:
 
 def _arch(name: str, engine: Engine | None) -> str:
     """The architecture of a device's name. Raises unless kernels can be compiled for it, and the engine calls them."""
-    from dsv4attn.errors import ArgumentError, UnknownNameError
-
     try:
         facts = device_facts(name)
     except UnknownNameError as error:
@@ -379,7 +376,6 @@ def _loaded(
     options: of the backends. of_engine: those that an engine sets for backends that have them, unless the settings do.
     """
     from dsv4attn.core.contract.backend import Backend
-    from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
     from dsv4attn.selection import load_backend, registered, registry_for
 
     settings = load_settings()
@@ -424,30 +420,17 @@ def bounds_of(
     the same memory. max_model_len: tokens of the longest sequence; None: the model's longest context.
     num_speculative_tokens: drafts of a request in a decode.
     """
-    import torch
-
-    from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
     from dsv4attn.core.contract.info import LAYER_PARTS
-    from dsv4attn.core.contract.limits import Limits
     from dsv4attn.core.contract.warmup import WarmupSpec
 
-    dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
+    window, compressed = layouts_of(geometry, dtype)
+    record = KEY_RECORDS.get(dtype)
+    # V4's compressor does not write V4.1's records
+    writes = record is None or geometry.shared_latent or not record.codes_rope
+    parts = tuple(part for part in LAYER_PARTS if part != "compressor" or writes)
     limits = Limits(256, 8192, max_model_len or geometry.max_position, num_speculative_tokens)
-    if dtype in _RECORDS:
-        record = KEY_RECORDS[dtype]
-        # V4's compressor does not write V4.1's records
-        writes = geometry.shared_latent or not record.codes_rope
-        parts = tuple(part for part in LAYER_PARTS if part != "compressor" or writes)
-        compressed, window = KVCacheLayout.of_record(dtype, *dims), record.window_record or dtype
-        caches = {"swa": KVCacheLayout.of_record(window, *dims)}
-        if record.window_record:
-            caches["compressed"] = compressed
-        return WarmupSpec.of(geometry, limits, aligned_rows=True, layer_parts=True, parts=parts, **caches)
-    if dtype in tuple(Fp8Format):
-        layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
-    else:
-        layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
-    return WarmupSpec.of(geometry, limits, swa=layout, aligned_rows=True, layer_parts=True)
+    caches = {"swa": window, "compressed": compressed}
+    return WarmupSpec.of(geometry, limits, aligned_rows=True, layer_parts=True, parts=parts, **caches)
 
 
 def _short(kernel: str) -> str:
@@ -457,7 +440,6 @@ def _short(kernel: str) -> str:
 
 def _checked(backend: str, variant: object) -> Variant:
     from dsv4attn.backends._triton.compiling.variant import Variant
-    from dsv4attn.errors import ArgumentError
 
     if not isinstance(variant, Variant):
         raise ArgumentError(f"kernel_variants of {backend}", expected="Variants", actual=type(variant).__name__)

@@ -15,6 +15,8 @@ from io import StringIO
 import click
 from click.shell_completion import CompletionItem
 
+from dsv4attn.errors import ConfigError
+
 Words = Mapping[str, str]
 """Words that complete, each with a line that zsh and fish show next to it, or ""."""
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
@@ -58,7 +60,6 @@ def several(complete: Completer) -> Completer:
 def _registered() -> Words:
     """The names of built-in and installed backends, with their summaries."""
     from dsv4attn.config import Settings, load_settings
-    from dsv4attn.errors import ConfigError
     from dsv4attn.selection import registry_for
 
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from dsv4attn.errors import BrokenBackendError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.common import check_request, console, grid, require_torch, simple_table, write_file
-from dsv4attn.tools.cli.options import FILTER, HTML, OPTION, flag, integer, options, target_file, text
+from dsv4attn.tools.cli.options import FILTER, HTML, OPTION, flag, integer, options, output_file, torch_device
 from dsv4attn.tools.cli.progress import progress_bar
 from dsv4attn.tools.cli.threads import check_number
 
@@ -30,15 +31,10 @@ SHOWN = 8
 """Kinds of failures shown in full, and cases named of each; the certificate has all of them."""
 
 
-@click.command(short_help="Run the conformance kit on a backend, and write a certificate.")
+@click.command()
 @click.argument("backend", required=False, shell_complete=complete.backends)
 @options(
-    text(
-        "--device",
-        metavar="DEVICE",
-        help="Torch device.  [default: the first accelerator it runs on, or cpu]",
-        shell_complete=complete.torch_devices,
-    ),
+    torch_device("Torch device.  [default: the first accelerator it runs on, or cpu]"),
     OPTION,
     FILTER,
     flag("--list", "only_list", help="List the cases with their clauses, and run nothing. No BACKEND is needed."),
@@ -60,20 +56,11 @@ SHOWN = 8
         help="Seconds that a case may take, with all its runs. A case that takes longer has failed; the others run on.",
     ),
     flag("--json", "as_json", help="Print the certificate as one JSON object, and nothing else."),
-    text(
+    output_file(
         "--certificate",
-        metavar="FILE",
-        callback=target_file,
-        shell_complete=complete.files,
         help="File of the certificate.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
     ),
-    text(
-        "--summary",
-        metavar="FILE",
-        callback=target_file,
-        shell_complete=complete.files,
-        help="File of a summary of the certificate, about 90 lines.",
-    ),
+    output_file("--summary", help="File of a summary of the certificate, about 90 lines."),
     HTML,
 )
 @click.pass_context
@@ -157,8 +144,7 @@ def conform(
 def _list(cases: Sequence[Case], *, as_json: bool) -> None:
     """Print the name and the clauses of each case, one case a line."""
     if as_json:
-        fields = ({"name": c.name, "area": c.area.value, "clauses": list(c.clauses), "says": c.says} for c in cases)
-        print_json({"ok": True, "cases": list(fields)})
+        print_json({"ok": True, "cases": [case.as_json() for case in cases]})
         return
     width = max(len(case.name) for case in cases)
     for case in cases:
@@ -177,7 +163,6 @@ def run_kit(
     fail_fast: bool = False,
 ) -> tuple[Certificate, ...]:
     """Run cases on backends, and show the progress. A backend that exists but cannot be made is exit code 1, not 2."""
-    from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.conform import certificates_of
     from dsv4attn.testing.processes import outcomes_in_processes
 
@@ -225,14 +210,8 @@ def _show(certificate: Certificate, target: Path | None, page: Path | None) -> N
     owner = f"{subject.distribution} {subject.version}".strip() or "not registered"
     head = [("backend", [f"{subject.label}  ({owner})"]), ("device", [f"{subject.device}: {subject.facts}"])]
     if any(outcome.case.area is Area.LAYER for outcome in certificate.outcomes):
-        sources: dict[str, list[str]] = defaultdict(list)
-        for part, source in certificate.layer_parts.items():
-            sources[source].append(part.replace("_", "-"))
-        head.append(("layer", [f"{', '.join(parts)}: {source}" for source, parts in sources.items()]))
-        of_v41: dict[str, list[str]] = defaultdict(list)
-        for op, source in certificate.v41_ops.items():
-            of_v41[source].append(op)
-        head.append(("of V4.1", [f"{', '.join(ops)}: {source}" for source, ops in of_v41.items()]))
+        parts = {part.replace("_", "-"): source for part, source in certificate.layer_parts.items()}
+        head += [("layer", _by_source(parts)), ("of V4.1", _by_source(certificate.v41_ops))]
     out.print(grid(head))
     out.print(Padding(_table(certificate), (0, 0, 0, 1)))
     for state in ("refused", "skipped"):
@@ -248,6 +227,14 @@ def _show(certificate: Certificate, target: Path | None, page: Path | None) -> N
         out.print("  no certificate with --filter; --certificate FILE writes one")
     if page:
         out.print(f"  report: {page}", soft_wrap=True)
+
+
+def _by_source(sources: Mapping[str, str]) -> list[str]:
+    """A line for each source, with what comes from it."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, source in sources.items():
+        names[source].append(name)
+    return [f"{', '.join(of_source)}: {source}" for source, of_source in names.items()]
 
 
 def show_failures(out: Console, outcomes: Iterable[Outcome], title: str = "failed") -> None:

@@ -12,6 +12,10 @@ import click
 from attrs import asdict, define, field, frozen
 
 from dsv4attn import __version__
+from dsv4attn.config import AUTO, Settings, load_settings
+from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.errors import BrokenBackendError, ConfigError, Dsv4AttnError, did_you_mean
+from dsv4attn.plugins import BUILT_IN, PluginRegistry, trace_of
 from dsv4attn.tools.cli import FAILED, OK, engines, installation, print_json
 from dsv4attn.tools.cli.backends import automatic, merged
 from dsv4attn.tools.cli.common import console, grid
@@ -19,9 +23,6 @@ from dsv4attn.tools.cli.options import JSON
 from dsv4attn.tools.cli.progress import working
 
 if TYPE_CHECKING:
-    from dsv4attn.config import Settings
-    from dsv4attn.core.contract.device import DeviceFacts
-    from dsv4attn.plugins import PluginRegistry
     from dsv4attn.selection import Selection
 
 _PACKAGES = ("torch", "triton", "attrs", "pluggy", "click", "rich", "numpy")
@@ -65,7 +66,7 @@ class _Report:
     problems: list[_Problem] = field(factory=list)
 
 
-@click.command(short_help="Look for what is wrong with this installation, and say what to do.")
+@click.command()
 @JSON
 @click.pass_context
 def doctor(ctx: click.Context, *, as_json: bool) -> None:
@@ -93,9 +94,6 @@ def doctor(ctx: click.Context, *, as_json: bool) -> None:
 
 def _examine() -> _Report:
     """Collect all facts. A broken part becomes a problem of the report."""
-    from dsv4attn.config import Settings, load_settings
-    from dsv4attn.core.contract.device import DeviceFacts, version_of
-    from dsv4attn.errors import ConfigError
     from dsv4attn.selection import registry_for
 
     versions = {"dsv4attn": __version__, "python": platform.python_version()}
@@ -136,9 +134,6 @@ def _examine() -> _Report:
 
 def _judge(report: _Report) -> None:
     """Add the problems of plugins, options and choices to the report."""
-    from dsv4attn.config import AUTO
-    from dsv4attn.errors import did_you_mean
-    from dsv4attn.plugins import trace_of
     from dsv4attn.selection import explain
 
     settings, registry, device = report.settings, report.registry, report.devices[0]
@@ -157,12 +152,9 @@ def _judge(report: _Report) -> None:
         what, _, cure = candidate.lines[0].partition(" -> ")
         report.problems.append(_Problem(f"{candidate.name} {what}", cure, trace_of(candidate.cause)))
     for phase, automatic_choice in report.phases.items():
-        is_requested = settings.request(phase).value != AUTO
-        selection = (
-            explain(automatic_choice.problems, device=device, settings=settings, registry=registry)
-            if is_requested
-            else automatic_choice
-        )
+        selection = automatic_choice
+        if settings.request(phase).value != AUTO:
+            selection = explain(selection.problems, device=device, settings=settings, registry=registry)
         report.runs[phase] = selection
         if selection.chosen is None:
             verdict, _, cure = selection.verdict.partition(" -> ")
@@ -172,8 +164,6 @@ def _judge(report: _Report) -> None:
 
 def _built(report: _Report, name: str) -> _Problem | None:
     """Build a plugin's backend that can run here, or one that has options; the problem if that fails."""
-    from dsv4attn.errors import BrokenBackendError, ConfigError, Dsv4AttnError
-    from dsv4attn.plugins import BUILT_IN, trace_of
     from dsv4attn.selection.build import check_options, configured
 
     registration = report.registry.backends[name]

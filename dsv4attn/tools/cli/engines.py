@@ -107,16 +107,10 @@ def related() -> tuple[str, ...]:
 
 
 def _examined(engine: Engine) -> EngineState:
-    wheel, installed = _distribution(engine.wheel), _distribution(engine.package)
-    named = f"{engine.wheel} {_version(wheel) or 'of unknown version'}" if wheel else engine.wheel
-    state = EngineState(engine.name, engine.package, engine.wheel, "absent", "not installed")
-    state = evolve(state, version=_version(installed), wheel_version=(_version(wheel) or "unknown") if wheel else None)
-    if installed is None and not _is_module(engine.package):
-        why, cure = f"not installed, but {named} is", f"install {engine.package}, or uninstall {engine.wheel}"
-        return evolve(state, installed=False, why=why, cure=cure) if wheel else evolve(state, installed=False)
-    if wheel is None:
-        cure = f"to change that, install integrations/{engine.wheel} of dsv4attn's sources"
-        return evolve(state, state="no wheel", why=f"{named} is not installed", cure=cure)
+    state, wheel = _found(engine.name, engine.package, engine.wheel), _distribution(engine.wheel)
+    if state.state != "broken" or wheel is None:
+        return state
+    named = _named(engine.wheel, wheel)
     try:
         point = _point(engine, wheel)
         guard = importlib.import_module(f"{point.module}.guard").GUARD
@@ -126,7 +120,7 @@ def _examined(engine: Engine) -> EngineState:
         raise
     except PLUGIN_ERRORS as error:
         why, cure = f"{named} is broken: {first_line(error)}", f"reinstall {engine.wheel}, or uninstall it"
-        return evolve(state, state="broken", why=why, cure=cure, traceback=trace_of(error))
+        return evolve(state, why=why, cure=cure, traceback=trace_of(error))
 
 
 def _judged(state: EngineState, named: str, point: str, guard: Guard) -> EngineState:
@@ -157,24 +151,32 @@ def _judged(state: EngineState, named: str, point: str, guard: Guard) -> EngineS
     return evolve(state, state="untested", why=why, cure=f"if it fails, {guard.install}")
 
 
-def _other(name: str, package: str, wheel_name: str) -> EngineState:
-    """The state of a package that is no `Engine`, from versions alone; "broken" if only its module can say more."""
+def _found(name: str, package: str, wheel_name: str) -> EngineState:
+    """The state of an engine from versions alone; "broken" where both are installed, as only the wheel can say more."""
     wheel, installed = _distribution(wheel_name), _distribution(package)
     state = EngineState(name, package, wheel_name, "absent", "not installed", version=_version(installed))
     state = evolve(state, wheel_version=(_version(wheel) or "unknown") if wheel else None)
-    if installed is None and not _is_module(package):
-        why = f"not installed, but {wheel_name} {state.wheel_version} is"
-        cure = f"install {package}, or uninstall {wheel_name}"
-        return evolve(state, installed=False, why=why, cure=cure) if wheel else evolve(state, installed=False)
+    # a source tree on the path has no metadata, and a folder of that name has no origin
+    if installed is None and _origin(package) is None:
+        state = evolve(state, installed=False)
+        if wheel is None:
+            return state
+        why = f"not installed, but {_named(wheel_name, wheel)} is"
+        return evolve(state, why=why, cure=f"install {package}, or uninstall {wheel_name}")
     if wheel is None:
         cure = f"to change that, install integrations/{wheel_name} of dsv4attn's sources"
         return evolve(state, state="no wheel", why=f"{wheel_name} is not installed", cure=cure)
     return evolve(state, state="broken")
 
 
+def _named(wheel_name: str, wheel: importlib.metadata.Distribution) -> str:
+    """A wheel with its version."""
+    return f"{wheel_name} {_version(wheel) or 'of unknown version'}"
+
+
 def _tokenspeed() -> EngineState:
     """Whether TokenSpeed's ops have kernels of dsv4attn. If its wheel refuses, TokenSpeed warns and runs its own."""
-    state = _other("TokenSpeed", "tokenspeed_kernel", "dsv4attn-tokenspeed")
+    state = _found("TokenSpeed", "tokenspeed_kernel", "dsv4attn-tokenspeed")
     named, variable = f"{state.wheel} {state.wheel_version}", "DSV4ATTN_TOKENSPEED"
     if state.state != "broken":
         return state
@@ -205,7 +207,7 @@ def _tokenspeed() -> EngineState:
 
 def _flash_mla() -> EngineState:
     """Which module an engine gets that imports `flash_mla`. Nothing is imported: Python says where it would look."""
-    state, variable = _other("flash_mla", "flash_mla", "dsv4attn-flash-mla"), "DSV4ATTN_FLASH_MLA"
+    state, variable = _found("flash_mla", "flash_mla", "dsv4attn-flash-mla"), "DSV4ATTN_FLASH_MLA"
     if not state.wheel_version:
         return state
     named, found = f"{state.wheel} {state.wheel_version}", _origin("flash_mla")
@@ -246,11 +248,6 @@ def _version(distribution: importlib.metadata.Distribution | None) -> str | None
         return next(iter((distribution.metadata.get_all("Version") if distribution else None) or []), "") or None
     except Exception:  # noqa: BLE001 - metadata of another package
         return None
-
-
-def _is_module(name: str) -> bool:
-    """Whether a package is on the path without metadata, such as a source tree. A folder of that name is none."""
-    return _origin(name) is not None
 
 
 def _point(engine: Engine, wheel: importlib.metadata.Distribution) -> importlib.metadata.EntryPoint:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import asdict, evolve
 
-from dsv4attn.config import AUTO, PHASES, parse_request
+from dsv4attn.config import AUTO, PHASES, load_settings, parse_request
 from dsv4attn.core.contract.devices import DEVICES
-from dsv4attn.errors import ArgumentError
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.errors import ArgumentError, NoBackendError
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
-from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json
+from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json, with_layouts
 from dsv4attn.tools.cli.options import JSON, MODEL, choice, flag, integer, options, text
 
 if TYPE_CHECKING:
     from dsv4attn.core.contract.device import DeviceFacts
-    from dsv4attn.core.contract.problem import Problem
     from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.selection import Selection
 
@@ -33,7 +33,7 @@ _PLAIN = next(iter(_RECORDS))
 _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
 
 
-@click.command(short_help="Say which backend would run a problem, and why not the others.", epilog=epilog(DEVICES))
+@click.command(epilog=epilog(DEVICES))
 @options(
     text(
         "--device",
@@ -126,8 +126,6 @@ def explain(
       1    no backend can run the problem, or two are equally good
       2    bad input
     """  # noqa: D301 - click wants the character
-    from dsv4attn.config import load_settings
-    from dsv4attn.core.contract.problem import Problem
     from dsv4attn.selection import explain as explained
     from dsv4attn.selection.build import check_options
 
@@ -153,7 +151,6 @@ def explain(
 
 def _check_backends(backend: str | None) -> None:
     """Raise UnknownNameError for a name in `--backend` that no backend and no failed plugin has."""
-    from dsv4attn.errors import NoBackendError
     from dsv4attn.selection import registered
 
     for name in parse_request(backend or "", "argument backend").values():
@@ -185,15 +182,8 @@ def _with_records(problem: Problem, records: str) -> Problem:
     if records == _PLAIN:
         return problem
     from dsv4attn.core.cache.layout import KVCacheLayout
-    from dsv4attn.core.contract.problem import CacheFacts
 
-    swa, compressed = problem.swa, problem.compressed
-    window, entries = map(KVCacheLayout.of_record, _RECORDS[records])
-    return evolve(
-        problem,
-        swa=CacheFacts.of(window, swa.page_size),
-        compressed=compressed and CacheFacts.of(entries, compressed.page_size),
-    )
+    return with_layouts(problem, *map(KVCacheLayout.of_record, _RECORDS[records]))
 
 
 def _device(name: str | None) -> DeviceFacts:

@@ -11,36 +11,37 @@ import click
 from attrs import asdict, evolve, frozen
 
 from dsv4attn.config import PHASES
-from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.core.contract.devices import DEVICES, MEMORY_GIB, memory_gib
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import PRESETS, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, complete, print_json
 from dsv4attn.tools.cli.common import (
+    RECORDS,
     check_matplotlib,
     check_request,
     console,
     device_facts,
     epilog,
     geometry_of,
+    layouts_of,
     longest_context,
     require_torch,
     simple_table,
+    with_layouts,
     write_file,
 )
-from dsv4attn.tools.cli.options import JSON, MODEL, SAVE, choice, integer, options, target_file, text, token_count
+from dsv4attn.tools.cli.options import JSON, MODEL, SAVE, choice, integer, options, output_file, text, token_count
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dsv4attn.core.cache.layout import KVCacheLayout
     from dsv4attn.core.contract.backend import Backend
-    from dsv4attn.core.contract.limits import Limits
-    from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.serving.memory import Deployment, MemoryPlan
 
 _GIB = 2**30
-_RECORDS = tuple(name for name in KEY_RECORDS if name != "fp8_ds_mla")
-_DTYPES = ("e4m3fn", "bfloat16", "float32", *_RECORDS)
+_DTYPES = ("e4m3fn", "bfloat16", "float32", *RECORDS)
 _MANY = 1_048_576
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#E5E5E5")
 """Okabe and Ito's, and grey for what is left."""
@@ -122,10 +123,7 @@ def _sizes(_: click.Context, parameter: click.Parameter, value: str | None) -> f
     return None if value is None else float(value)
 
 
-@click.command(
-    short_help="Say whether a model fits a device, and what remains for the caches.",
-    epilog=epilog(DEVICES),
-)
+@click.command(epilog=epilog(DEVICES))
 @options(
     MODEL,
     text("--device", help="Device, such as h200 or rtx4090: its memory, and its backend. All names are below.",
@@ -156,8 +154,7 @@ def _sizes(_: click.Context, parameter: click.Parameter, value: str | None) -> f
          "experts, graphs, communication, the driver. An assumption."),
     text("--backend", help="Backend whose workspace is planned.  [default: as `dsv4attn explain` says; triton without "
          "--device]", shell_complete=complete.backends),
-    text("--plot", metavar="FILE", callback=target_file, shell_complete=complete.files, help="Draw one bar into FILE, "
-         "such as memory.png or memory.svg."),
+    output_file("--plot", help="Draw one bar into FILE, such as memory.png or memory.svg."),
     SAVE,
     JSON,
 )  # fmt: skip
@@ -198,8 +195,6 @@ def memory(
     geometry, device_gib = geometry_of(model), _gib_of(device, gib)
     check_request(backend)
     require_torch(ctx)
-    from dsv4attn.core.contract.limits import Limits
-    from dsv4attn.core.model.geometry import PRESETS
     from dsv4attn.serving.memory import Deployment, ModelSizes
 
     if plot:
@@ -210,7 +205,7 @@ def memory(
     max_model_len = longest_context(geometry, max_model_len, 131_072)
     if engine == "vllm" and dtype != "e4m3fn":
         raise ArgumentError("--dtype", expected="e4m3fn with --engine vllm", actual=dtype)
-    window, entries = _layouts(geometry, dtype)
+    window, entries = layouts_of(geometry, dtype)
     tensor, rank = numbers["tensor_parallel"], geometry.tensor_parallel(numbers["tensor_parallel"])
     deployment = Deployment(
         geometry,
@@ -261,43 +256,19 @@ def _gib_of(device: str | None, gib: float | None) -> float:
     return size
 
 
-def _layouts(geometry: ModelGeometry, dtype: str) -> tuple[KVCacheLayout, KVCacheLayout]:
-    """Layouts of window and compressed entries."""
-    import torch
-
-    from dsv4attn.core.cache.layout import KVCacheLayout
-
-    dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
-    if dtype in _RECORDS:
-        window = KEY_RECORDS[dtype].window_record or dtype
-        return KVCacheLayout.of_record(window, *dims), KVCacheLayout.of_record(dtype, *dims)
-    rows = dtype != "e4m3fn"
-    layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype)) if rows else KVCacheLayout.fp8_ds_mla(*dims)
-    return layout, layout
-
-
 def _backend(rank: ModelGeometry, name: str | None, device: str | None, dtype: str, max_model_len: int) -> Backend:
     """The named backend, or the one that runs the layers of a rank on the device."""
-    from dsv4attn.core.contract.problem import CacheFacts, Problem
     from dsv4attn.selection import load_backend, select_backend
 
     if name is not None or device is None:
         return load_backend(name or "triton")
-    window, entries = _layouts(rank, dtype)
+    window, entries = layouts_of(rank, dtype)
     problems = [
-        Problem.of(layer, phase=phase, max_model_len=max_model_len)
+        with_layouts(Problem.of(layer, phase=phase, max_model_len=max_model_len), window, entries)
         for layer in rank.distinct_layers
         for phase in PHASES
     ]
-    with_records = (
-        evolve(
-            problem,
-            swa=CacheFacts.of(window, problem.swa.page_size),
-            compressed=problem.compressed and CacheFacts.of(entries, problem.compressed.page_size),
-        )
-        for problem in problems
-    )
-    return select_backend(*with_records, device=device_facts(device))
+    return select_backend(*problems, device=device_facts(device))
 
 
 def _least(deployment: Deployment, limits: Limits, free: int) -> int | None:

@@ -16,6 +16,7 @@ from attrs import frozen
 
 import dsv4attn
 from dsv4attn.config import AUTO
+from dsv4attn.core.contract.devices import device_named
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.tools.cli import complete, print_json
@@ -50,8 +51,6 @@ class NewPlugin:
 
         device: also a product, such as h200, which stands for its architecture; None: a device with the backend's name.
         """
-        from dsv4attn.core.contract.devices import device_named
-
         if not _NAME.fullmatch(name) or keyword.iskeyword(_class_of(name)):
             expected = "lower-case letters and digits that begin with a letter, in parts with - or _ between them"
             raise ArgumentError("NAME", expected=expected, actual=repr(name), hint="such as my-chip")
@@ -122,7 +121,7 @@ def template_folder() -> Path:
     return folder
 
 
-@click.command("new-plugin", short_help="Write the package of a new backend, to start from.")
+@click.command("new-plugin")
 @click.argument("name")
 @options(
     text(
@@ -130,13 +129,7 @@ def template_folder() -> Path:
         help="Kind or architecture of the devices of the backend, such as sm_90, gfx942 or my_chip.  [default: NAME]",
         shell_complete=complete.devices,
     ),
-    text(
-        "--dir",
-        "folder",
-        metavar="DIR",
-        type=PATH,
-        help="Folder to write.  [default: dsv4attn-NAME]",
-    ),
+    text("--dir", "folder", metavar="DIR", type=PATH, help="Folder to write.  [default: dsv4attn-NAME]"),
     JSON,
 )
 def new_plugin(name: str, device: str | None, folder: Path | None, *, as_json: bool) -> None:
@@ -166,15 +159,12 @@ def new_plugin(name: str, device: str | None, folder: Path | None, *, as_json: b
         values = {"name": name, "device": plugin.device, "distribution": plugin.distribution, "module": plugin.module}
         print_json({"ok": True, **values, "folder": str(target), "files": written, "next": steps})
         return
-    console().print(
-        grid(
-            [
-                ("backend", [f"{name}, native to {plugin.device}; on a CPU when asked for by name"]),
-                ("written", [str(target / file) for file in written]),
-                ("next", steps),
-            ]
-        )
-    )
+    rows = [
+        ("backend", [f"{name}, native to {plugin.device}; on a CPU when asked for by name"]),
+        ("written", [str(target / file) for file in written]),
+        ("next", steps),
+    ]
+    console().print(grid(rows))
 
 
 def _write(plugin: NewPlugin, target: Path) -> list[str]:

@@ -103,6 +103,16 @@ def token_count(*names: str, help: str, **extra: Any) -> Option:  # noqa: A002, 
     return integer(*names, help=help, kind=TokenCount, **extra)
 
 
+def output_file(*names: str, help: str) -> Option:  # noqa: A002 - click's name
+    """An option that takes the path of a file to write."""
+    return text(*names, metavar="FILE", callback=target_file, shell_complete=complete.files, help=help)
+
+
+def torch_device(help: str, **extra: Any) -> Option:  # noqa: A002, ANN401 - click's names
+    """The option `--device` that takes a torch device."""
+    return text("--device", metavar="DEVICE", help=help, shell_complete=complete.torch_devices, **extra)
+
+
 def flag(*names: str, help: str, **extra: Any) -> Option:  # noqa: A002, ANN401 - click's names
     """An option that takes nothing."""
     return click.option(*names, is_flag=True, help=help, **extra)
@@ -166,13 +176,7 @@ def target_folder(ctx: click.Context, parameter: click.Parameter, value: Path | 
 
 PATH = _SomePath(path_type=Path)
 JSON = flag("--json", "as_json", help="Print one JSON object.")
-SAVE = text(
-    "--save",
-    metavar="FILE",
-    callback=target_file,
-    shell_complete=complete.files,
-    help="Write the JSON object to FILE.",
-)
+SAVE = output_file("--save", help="Write the JSON object to FILE.")
 DECIDED_BACKEND = text(
     "--backend",
     help="Backend to run.  [default: as `dsv4attn explain` says]",
@@ -185,14 +189,7 @@ FILTER = text(
     callback=named_words,
     help="Clauses (S, A1), areas (decode) or names (sink-*) of cases, with commas; ! leaves cases out (!requests-*).",
 )
-HTML = text(
-    "--html",
-    "page",
-    metavar="FILE",
-    callback=target_file,
-    shell_complete=complete.files,
-    help="Write the report as one HTML page.",
-)
+HTML = output_file("--html", "page", help="Write the report as one HTML page.")
 MODEL = text(
     "--model",
     default="flash",

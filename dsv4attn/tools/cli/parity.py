@@ -9,7 +9,7 @@ import click
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
 from dsv4attn.tools.cli.common import check_request, console, grid, require_torch, simple_table
 from dsv4attn.tools.cli.conform import grouped, run_kit, show_failures, write_page
-from dsv4attn.tools.cli.options import FILTER, HTML, JSON, options, text
+from dsv4attn.tools.cli.options import FILTER, HTML, JSON, options, text, torch_device
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ _STYLES = {"passed": "", "failed": "bold red", "refused": "yellow", "skipped": "
 _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged:prefill_indices=ragged"
 
 
-@click.command(short_help="Compare backends with the float64 oracle, case by case.")
+@click.command()
 @options(
     text(
         "--backends",
@@ -33,12 +33,7 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
         shell_complete=complete.several(complete.backends),
         help="Backends to compare, with commas.  [default: the reference with three sets of options]",
     ),
-    text(
-        "--device",
-        metavar="DEVICE",
-        help="Torch device.  [default: the first accelerator each runs on, or cpu]",
-        shell_complete=complete.torch_devices,
-    ),
+    torch_device("Torch device.  [default: the first accelerator each runs on, or cpu]"),
     FILTER,
     JSON,
     HTML,

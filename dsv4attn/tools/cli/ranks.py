@@ -40,9 +40,7 @@ def launched(argument: str, ranks: int | None = None) -> int:
     """
     arguments = shlex.join(sys.argv[1:])
     command = f"type: torchrun --standalone --nproc-per-node {ranks or 2} -m dsv4attn {arguments}"
-    expected = (
-        "processes that torchrun has started" if ranks is None else f"{ranks} processes that torchrun has started"
-    )
+    expected = f"{'' if ranks is None else f'{ranks} '}processes that torchrun has started"
     if any(name not in os.environ for name in _SET_BY_TORCHRUN):
         raise ArgumentError(argument, expected=expected, actual="one process, without torchrun", hint=command)
     started = int(os.environ["WORLD_SIZE"])

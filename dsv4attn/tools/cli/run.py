@@ -10,17 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from attrs import asdict
+from attrs import asdict, evolve
 
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, complete, print_json
-from dsv4attn.tools.cli.options import HTML, MODEL, OPTION, choice, flag, integer, options, text, token_count
+from dsv4attn.tools.cli.common import check_request, chosen_backend, console, geometry_of, require_torch, write_file
+from dsv4attn.tools.cli.options import (
+    DECIDED_BACKEND,
+    HTML,
+    MODEL,
+    OPTION,
+    choice,
+    flag,
+    integer,
+    options,
+    text,
+    token_count,
+    torch_device,
+)
 from dsv4attn.tools.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
 
     from dsv4attn.core.contract.backend import Backend
-    from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
     from dsv4attn.serving.request import Request
     from dsv4attn.tools.replay.engine import Progress, Replay, ReplayConfig
     from dsv4attn.tools.replay.over_ranks import MeteredContext
@@ -36,7 +50,7 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
 """Defaults of --max-num-batched-tokens; the second is that of the short built-in trace of whole layers."""
 
 
-@click.command(short_help="Serve a request trace through attention layers, and check the results.")
+@click.command()
 @options(
     MODEL,
     text(
@@ -53,18 +67,11 @@ _TOKENS_OF_A_STEP, _TOKENS_OF_A_SHORT_STEP = 1024, 192
         help="Unit of timestamps in a Mooncake JSONL.  [default: ms, and timestamps that are not whole are refused]",
     ),
     integer("--trace-block-tokens", help="Tokens of a block of `hash_ids` in a Mooncake JSONL.  [default: 512]"),
-    text(
-        "--backend",
-        help="Backend to run.  [default: as `dsv4attn explain` says]",
-        shell_complete=complete.requests_of_backends,
-    ),
+    DECIDED_BACKEND,
     OPTION,
-    text(
-        "--device",
-        metavar="DEVICE",
+    torch_device(
+        "Torch device that serves the trace, such as cuda or cuda:1; selection chooses the backend for it.",
         default="cpu",
-        help="Torch device that serves the trace, such as cuda or cuda:1; selection chooses the backend for it.",
-        shell_complete=complete.torch_devices,
     ),
     text(
         "--layers",
@@ -154,7 +161,6 @@ def run(
       2    bad input
       130  interrupted; the report of what has run is printed
     """  # noqa: D301 - click wants the character
-    from dsv4attn.tools.cli.common import check_request, geometry_of, require_torch
     from dsv4attn.tools.cli.threads import Threads, wait_passively
 
     # names first: torch takes seconds
@@ -162,10 +168,7 @@ def run(
     check_request(backend)
     wait_passively()
     require_torch(ctx)
-    from attrs import evolve
-
     from dsv4attn.tools.cli.bench_device import device_named
-    from dsv4attn.tools.cli.common import chosen_backend
     from dsv4attn.tools.cli.ranks import joined
     from dsv4attn.tools.replay.engine import ReplayConfig
 
@@ -186,8 +189,8 @@ def run(
         "swa_page_size": config.block_size,
         "dtype": _KV_DTYPES.get(config.cache, "e4m3fn"),
         "lse": True,
+        "q_dtype": "float32" if config.cache == "fp32" else "bfloat16",
     }
-    facts["q_dtype"] = "float32" if config.cache == "fp32" else "bfloat16"
     chosen = chosen_backend(backend, backend_options, geometry, config.kinds or geometry.kinds, place, **facts)
     with joined(context_parallel, interleave or 1) if context_parallel else nullcontext() as context:
         replay = _replay(geometry, chosen, requests, config, context)
@@ -208,7 +211,6 @@ def _check_ranks(
     ranks: int | None, interleave: int | None, geometry: ModelGeometry, trace: str, device: torch.device
 ) -> None:
     """Refuse options that contradict the number of processes."""
-    from dsv4attn.errors import ArgumentError
     from dsv4attn.tools.cli.ranks import check_ranks
     from dsv4attn.tools.replay.trace import STDIN
 
@@ -232,7 +234,6 @@ def _replay(
     context: MeteredContext | None,
 ) -> Replay:
     """A replay that has its memory. Errors name the options of the command line, in their units."""
-    from dsv4attn.errors import ArgumentError
     from dsv4attn.tools.replay.engine import Replay
 
     try:
@@ -250,7 +251,6 @@ def _replay(
 
 def _show(report: Report, page: Path | None, *, verbose: bool, as_json: bool) -> None:
     """Print a report, and write its page."""
-    from dsv4attn.tools.cli.common import console, write_file
     from dsv4attn.tools.replay.page import as_html
     from dsv4attn.tools.replay.report import as_json as report_json
     from dsv4attn.tools.replay.report import as_text
@@ -269,9 +269,6 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
     """Layer types in the order swa, c4a, c128a, each once."""
     if layers is None:
         return None
-    from dsv4attn.core.model.geometry import LayerKind
-    from dsv4attn.errors import UnknownNameError
-
     names = [kind.value for kind in LayerKind]
     words = [name.strip().lower() for name in layers.split(",")]
     for name in words:
@@ -289,8 +286,6 @@ def _requests(
     geometry: ModelGeometry,
 ) -> list[Request]:
     """Requests of a file, of standard input, or of a built-in trace. units: of a file, None where nothing is said."""
-    from dsv4attn.core.model.geometry import LayerKind
-    from dsv4attn.errors import ArgumentError
     from dsv4attn.tools.replay.check_layer import selecting_tokens
     from dsv4attn.tools.replay.trace import generated_trace, read_trace, selecting_trace, short_trace, shrink
 

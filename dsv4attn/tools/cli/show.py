@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve, frozen
 
+from dsv4attn.core.argument_checks import check_count
+from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.reprs import counted
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.cli import OK, complete, print_json
+from dsv4attn.tools.cli import OK, print_json
 from dsv4attn.tools.cli.common import check_matplotlib, console, geometry_of, require_torch
-from dsv4attn.tools.cli.options import JSON, MODEL, choice, integer, options, target_file, text, token_count
+from dsv4attn.tools.cli.options import JSON, MODEL, choice, integer, options, output_file, text, token_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,8 +118,6 @@ def seen_keys(
     """
     import torch
 
-    from dsv4attn.core.argument_checks import check_count
-    from dsv4attn.core.contract.limits import Limits
     from dsv4attn.core.metadata.builder import MetadataBuilder
     from dsv4attn.core.metadata.metadata import Batch
 
@@ -229,7 +229,7 @@ def _entry_numbers(_: click.Context, parameter: click.Parameter, value: str | No
     return [*map(int, parts)]
 
 
-@click.command(short_help="Show which keys each token of a prompt attends to.")
+@click.command()
 @options(
     MODEL,
     choice("--layer", words=[kind.value for kind in LayerKind], help="Kind of layers.  [default: all of the model's]"),
@@ -242,8 +242,7 @@ def _entry_numbers(_: click.Context, parameter: click.Parameter, value: str | No
          "selects if it sees them, with commas.  [default: at random]"),
     integer("--seed", least=0, default=0, most=2**63 - 1, help="Seed of the random selection. A model's indexer "
             "selects by scores."),
-    text("--plot", metavar="FILE", callback=target_file, shell_complete=complete.files, help="Draw a picture into "
-         "FILE, such as keys.png or keys.svg."),
+    output_file("--plot", help="Draw a picture into FILE, such as keys.png or keys.svg."),
     JSON,
 )  # fmt: skip
 @click.pass_context

@@ -39,16 +39,17 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
-from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.reprs import fields_repr
+from dsv4attn.testing.kit.tolerances import as_f64, query_values
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
 from dsv4attn.tools.replay.oracle_layer import OracleLayer
 from dsv4attn.tools.replay.over_ranks import KeyReaderOverRanks, selected_over_ranks
-from dsv4attn.tools.replay.read_back import BF16, SUMS, IndexKeyReader, KeyReader, rounding_bound, share_of_bound
+from dsv4attn.tools.replay.read_back import BF16, SUMS, KeyReader, rms, rounding_bound, share_of_bound
 from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
@@ -137,7 +138,7 @@ class LayerChecker:
         self._caches, attention = caches, caches.attention
         self._window = KeyReader(attention.swa)
         self._entries = None if attention.compressed is None else KeyReader(attention.compressed)
-        self._index: KeyReader | None = None if caches.index is None else IndexKeyReader(caches.index)
+        self._index = None if caches.index is None else KeyReader(caches.index)
         self._context = context
         if context is not None and self._entries is not None:
             self._entries = KeyReaderOverRanks(context, self._entries)
@@ -178,16 +179,16 @@ class LayerChecker:
         keys = self._window.read(blocks, positions)
         if entries and self._entries is not None:
             keys = np.concatenate([keys, self._entries.read(pages, entries)])
-        q = _f64(recorder.q[i])
+        q = as_f64(recorder.q[i])
         stages["query"] = self._query_error(q, *exact.query(latent, position))
         out, lse = oracle.attend_row(q, keys, exact.sink, layer.scale)
         # the rank that attends to the row checks its lse
         sent = whole and not recorder.has_attended(i)
         dims = random.permutation(step.output.shape[1])[:_SAMPLED].tolist()
         return Errors(
-            out=_relative(_f64(recorder.out[i]), out),
-            lse=0.0 if sent else _largest(np.abs(_f64(recorder.lse[i]) - lse)),
-            projection=_relative(_f64(step.output[i, dims]), exact.output(out, position, dims)),
+            out=_relative(as_f64(recorder.out[i]), out),
+            lse=0.0 if sent else _largest(np.abs(as_f64(recorder.lse[i]) - lse)),
+            projection=_relative(as_f64(step.output[i, dims]), exact.output(out, position, dims)),
             **stages,
         )
 
@@ -222,7 +223,7 @@ class LayerChecker:
             return 0.0
         rope = self._layer.rope_dim
         bound = rounding_bound(exact, KVCacheLayout.rows(len(exact) - rope, rope), rope)
-        return bound + (_PROJECTED * math.sqrt(float(np.mean(exact**2))) if name == "index_key" else 0.0)
+        return bound + (_PROJECTED * rms(exact) if name == "index_key" else 0.0)
 
     def _entry(self, row: int, entry: int, *, index: bool) -> F64:
         key = row, entry, index
@@ -243,7 +244,7 @@ class LayerChecker:
         if query is None:
             # no token of the step sees more entries than are selected: there are no scores to compare
             return {} if proper and count <= topk else {"selection": math.inf}
-        values, weights = self._query_values(i), _f64(query.weights[i])
+        values, weights = query_values(query, i, self._index_layout), as_f64(query.weights[i])
         exact = self._exact.index_query(latent, hidden, position)
         errors = {"index_query": self._index_query_error(values, weights, *exact)}
         assert self._index is not None
@@ -262,15 +263,6 @@ class LayerChecker:
         excess = float(scores[best] - scores[worst])
         return {**errors, "selection": excess / float(bound[best] + bound[worst]) if excess > 0 else 0.0}
 
-    def _query_values(self, i: int) -> F64:
-        """[Hi, Di] what was scored for a row, read from codes or from rows."""
-        query, layout = self._recorder.query, self._index_layout
-        assert query is not None
-        if layout.fp8_format is None:
-            return _f64(query.values[i])
-        codes = query.values[i].view(torch.uint8).cpu().numpy()
-        return oracle.decode_e4m3(codes, layout.fp8_format is Fp8Format.FNUZ)
-
     def _query_error(self, q: F64, exact: F64, enlarged: F64) -> float:
         """Of q [H, D]. enlarged: [H], see `OracleLayer.query`."""
         layer, dtype = self._layer, self._workload.dtype
@@ -280,10 +272,9 @@ class LayerChecker:
 
     def _index_query_error(self, values: F64, weights: F64, exact: F64, factors: F64) -> float:
         """Of queries times weights: the scale of a quantised query is part of its weight."""
-        layout, rms = self._index_layout, math.sqrt(float(np.mean(exact**2)))
-        bound = np.stack([rounding_bound(row, layout, self._layer.rope_dim) for row in exact]) + self._of_latent * rms
-        of_weights = SUMS * math.sqrt(float(np.mean(factors**2)))
-        bound = bound * np.abs(factors)[:, None] + np.abs(exact) * of_weights
+        layout, rope_dim = self._index_layout, self._layer.rope_dim
+        bound = np.stack([rounding_bound(row, layout, rope_dim) for row in exact]) + self._of_latent * rms(exact)
+        bound = bound * np.abs(factors)[:, None] + np.abs(exact) * SUMS * rms(factors)
         return share_of_bound(values * weights[:, None], exact * factors[:, None], bound)
 
     @property
@@ -300,11 +291,7 @@ class LayerChecker:
         """[n, hidden] hidden states of a request."""
         rows = np.full(len(positions), row, np.int64)
         tokens = self._workload.tokens(rows, np.array(positions, np.int64))
-        return _f64(self._workload.hidden_states(self._layer.kind, tokens))
-
-
-def _f64(values: Tensor) -> F64:
-    return np.asarray(values.double().cpu().numpy())
+        return as_f64(self._workload.hidden_states(self._layer.kind, tokens))
 
 
 def _relative(actual: F64, expected: F64) -> float:

@@ -1,6 +1,6 @@
 """A whole layer in float64 numpy, token by token, from hidden states. The checks of a replay judge the layer by it.
 
-Nothing is rounded here: `check_full_layer` says how far a layer that rounds may be from it. Letters are those of
+Nothing is rounded here: `check_layer` says how far a layer that rounds may be from it. Letters are those of
 `core.model.geometry` and `core.contract.layer_ops`.
 """
 

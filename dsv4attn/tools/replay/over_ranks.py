@@ -118,9 +118,8 @@ class RanksReport:
     @property
     def differing(self) -> list[str]:
         """Layer types whose attention is not the same bits on all ranks."""
-        kinds = [layer.kind for layer in self.ranks[0].layers]
-        same = [len({rank.layers[i].digest for rank in self.ranks}) == 1 for i in range(len(kinds))]
-        return [kind for kind, agree in zip(kinds, same, strict=True) if not agree]
+        layers = enumerate(self.ranks[0].layers)
+        return [layer.kind for i, layer in layers if len({rank.layers[i].digest for rank in self.ranks}) > 1]
 
     @property
     def ok(self) -> bool:

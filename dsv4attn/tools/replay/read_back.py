@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import read_row
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
 
@@ -36,7 +38,7 @@ _E4M3, _E4M3_SMALLEST = 2.0**-4, 2.0**-10
 
 
 class KeyReader:
-    """Keys of one cache, in float64."""
+    """Keys, or index keys, of one cache, in float64."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         """Look at the memory of a cache; a page is copied when it is read, if it is not on the CPU."""
@@ -60,29 +62,7 @@ class KeyReader:
         layout = self._layout
         if not layout.is_quantised:
             return np.asarray(page[place])
-        return oracle.read_record(
-            page,
-            place,
-            block_size=self._size,
-            nope_dim=layout.nope_dim,
-            rope_dim=layout.rope_dim,
-            group_size=layout.group_size,
-            fnuz=layout.fp8_format is Fp8Format.FNUZ,
-            scale_bytes=layout.scale_bytes,
-            split=layout.arrangement.value == "split",
-        )
-
-
-class IndexKeyReader(KeyReader):
-    """Index keys of one cache. A page holds rows, or the codes of all its keys and then an fp32 scale of each key."""
-
-    def _record(self, page: NDArray[Any], place: int) -> F64:
-        layout, dim = self._layout, self._layout.head_dim
-        if not layout.is_quantised:
-            return super()._record(page, place)
-        at = self._size * dim + 4 * place
-        scale = float(page[at : at + 4].copy().view("<f4")[0])
-        return oracle.decode_e4m3(page[place * dim : (place + 1) * dim], layout.fp8_format is Fp8Format.FNUZ) * scale
+        return read_row(page[place_of(layout, place, self._size)], layout)
 
 
 def rounding_bound(exact: F64, layout: KVCacheLayout, rope_dim: int) -> F64:
@@ -90,7 +70,7 @@ def rounding_bound(exact: F64, layout: KVCacheLayout, rope_dim: int) -> F64:
 
     rope_dim: elements that were rotated, the trailing ones, whatever part of them the layout stores in bf16.
     """
-    sums = SUMS * _rms(exact)
+    sums = SUMS * rms(exact)
     if layout.dtype == torch.float32:
         return np.full(exact.shape, sums)
     size = np.abs(exact)
@@ -112,5 +92,6 @@ def share_of_bound(stored: F64, exact: F64, bound: F64) -> float:
     return math.inf if np.isnan(shares).any() else float(shares.max())
 
 
-def _rms(values: F64) -> float:
+def rms(values: F64) -> float:
+    """The root mean square of some values."""
     return math.sqrt(float(np.mean(values**2)))

@@ -48,7 +48,7 @@ def test_help_names_every_command_and_loads_none() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip().endswith("[]")
-    for name, (_, text) in cli._COMMANDS.items():
+    for name, text in cli._COMMANDS.items():
         assert f"  {name} " in done.stdout
         assert text.split()[0] in done.stdout
 

@@ -12,7 +12,7 @@ from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
-from dsv4attn.tools.replay.read_back import IndexKeyReader, KeyReader, rounding_bound, share_of_bound
+from dsv4attn.tools.replay.read_back import KeyReader, rounding_bound, share_of_bound
 
 DIMS = {"nope_dim": 48, "rope_dim": 16, "group_size": 16}
 
@@ -60,10 +60,10 @@ def test_index_keys_are_read_from_the_bytes_of_their_pages(layout: KVCacheLayout
     cache, keys = PagedKVCache.allocate(layout, 4, 4), rows(6, 32)
     slots = torch.tensor([12, 13, 14, 15, 4, 5])
     store_index_keys(torch.from_numpy(keys).float(), cache, slots)
-    read = IndexKeyReader(cache).read([3, 1], range(6))
+    read = KeyReader(cache).read([3, 1], range(6))
 
     assert read.shape == (6, 32)
-    assert IndexKeyReader(cache).read([3, 1], ()).shape == (0, 32)
+    assert KeyReader(cache).read([3, 1], ()).shape == (0, 32)
     for stored, key in zip(read, keys, strict=True):
         assert 0.1 < share_of_bound(stored, key, rounding_bound(key, layout, 8)) <= 1
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.tools.bench.cases import LAYER_OPS, PRESETS, WINDOW
 from dsv4attn.tools.bench.plots.labels import LABEL_POINTS, Mark, place
-from dsv4attn.tools.bench.plots.sheet import GRID, INK, named, peer_of, sheet, text_width, thousands
+from dsv4attn.tools.bench.plots.sheet import GRID, INK, THOUSANDS, named, peer_of, sheet, text_width
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import BenchRow
 
@@ -138,7 +138,7 @@ def _panel(
         axis.plot([i - 0.46, i + 0.46], [roof, roof], color=INK, linewidth=1.2, solid_capstyle="butt")
     axis.set_xticks(range(len(groups)), list(groups))
     axis.tick_params(axis="x", length=0)
-    axis.yaxis.set_major_formatter(thousands)
+    axis.yaxis.set_major_formatter(THOUSANDS)
     axis.grid(axis="y", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     return marks

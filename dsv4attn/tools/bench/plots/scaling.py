@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dsv4attn.tools.bench.plots.sheet import FAINT, GRID, named, peer_of, sheet, thousands
+from dsv4attn.tools.bench.plots.sheet import FAINT, GRID, THOUSANDS, named, peer_of, sheet
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import BenchRow
 from dsv4attn.tools.bench.scaling import SERIES
@@ -66,7 +66,7 @@ def _line(axis: Axes, run: Run, rows: Sequence[BenchRow], colours: dict[str, str
         from matplotlib.ticker import LogLocator
 
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter(thousands)
+    axis.yaxis.set_major_formatter(THOUSANDS)
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 200
+THOUSANDS = "{x:,.10g}"
+"""Format of the label of a tick."""
 INK, FAINT, GRID = "#222222", "#777777", "#E5E5E5"
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 """Okabe and Ito's colours, which readers with red-green colour blindness can distinguish."""
@@ -44,11 +46,6 @@ def peer_of(by: str) -> str:
 def named(by: str) -> str:
     """A backend, or a peer as its authors write it."""
     return by.replace(peer_of(by), _NAMES.get(peer_of(by), peer_of(by)))
-
-
-def thousands(value: float, _: float = 0) -> str:
-    """The label of a tick."""
-    return f"{value:,.10g}"
 
 
 def days(runs: Sequence[Run]) -> str:
