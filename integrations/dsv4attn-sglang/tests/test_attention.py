@@ -18,9 +18,12 @@ import torch
 from kit import case
 from torch import Tensor
 
-from dsv4attn.testing.oracle.attention import attend_row, read_record
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import read_row
+from dsv4attn.testing.oracle.attention import attend_row
 
-RECORD = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8, "split": True}
+LAYOUT = KVCacheLayout.fp8_ds_mla()
 TEST = unittest.TestCase()
 
 
@@ -64,7 +67,7 @@ def records(cache: Tensor, indices: Tensor, length: int) -> np.ndarray[Any, Any]
     """Keys [K, 512] of the records that one row of indices names."""
     size, slots = cache.shape[1], [slot for slot in indices[:length].tolist() if 0 <= slot < cache.shape[:2].numel()]
     pages = {slot // size: cache[slot // size].reshape(-1).view(torch.uint8).numpy() for slot in slots}
-    read = [read_record(pages[slot // size], slot % size, block_size=size, **RECORD) for slot in slots]  # type: ignore[arg-type]
+    read = [read_row(pages[slot // size][place_of(LAYOUT, slot % size, size)], LAYOUT) for slot in slots]
     return np.stack(read) if read else np.zeros((0, 512))
 
 

@@ -40,6 +40,8 @@ from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_man
 import dsv4attn as ds
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.layer_ops import LayerOps
+from dsv4attn.testing.kit.oracle_cache import place_of
+from dsv4attn.testing.kit.tolerances import read_row
 from dsv4attn.testing.oracle import attention as oracle
 
 try:
@@ -70,10 +72,11 @@ BEFORE_0_33 = is_before_0_33(version("vllm"))
 PAGES, MOST_PAGES = 500, 1000
 """Pages of each cache, and pages whose order is drawn. A smaller cache then leaves later draws as they are."""
 CPU = torch.device("cpu")
-RECORDS = {584: (64, 8, True), 528: (32, 16, False)}
-"""Codes under a scale, bytes of scales, and whether they come after all codes of a page, by bytes of a record."""
-FP4_RECORD = 288
-"""Bytes of a record of 4 bits a value."""
+LAYOUTS = {
+    layout.record_bytes: layout
+    for layout in (ds.KVCacheLayout.fp8_ds_mla(), ds.KVCacheLayout.v41_fp8(), ds.KVCacheLayout.v41_fp4())
+}
+"""Of vLLM's caches, by the bytes of a record."""
 WINDOWS = "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL"
 """VLLM's kernel that lists the window of each token."""
 
@@ -402,16 +405,10 @@ class Engine:
     def records(self, cache: Tensor, prefix: str, index: int, numbers: Sequence[int]) -> list[np.ndarray]:
         """Records of a request in float64, read from a cache by its block table."""
         (page, record), table = cache.shape[1:], self.tables[self.group_of(prefix)]
-        if record == FP4_RECORD:
-            rows = [cache[int(table[index][number // page]), number % page].numpy() for number in numbers]
-            return [oracle.read_fp4(row, 512) for row in rows]
-        group, scales, split = RECORDS[record]
-        rope = 64 if split else 0
-        shape = {"block_size": page, "nope_dim": 512 - rope, "rope_dim": rope, "group_size": group, "fnuz": False}
-        keys = []
+        layout, keys = LAYOUTS[record], []
         for number in numbers:
             raw = cache[int(table[index][number // page])].as_strided((page * record,), (1,)).numpy()
-            keys.append(oracle.read_record(raw, number % page, **shape, scale_bytes=scales, split=split))
+            keys.append(read_row(raw[place_of(layout, number % page, page)], layout))
         return keys
 
     def of_oracle(
