@@ -57,6 +57,9 @@ class StepEntries:
         if record is not None:
             name = f"record_entries[{prefix!r}]"
             check_strides(written=(name,), **{name: record})
+            if record.is_inference() and not torch.is_inference_mode_enabled():
+                expected, cure = "a tensor that may be written here", "make it outside of torch.inference_mode()"
+                raise ArgumentError(name, expected=expected, actual="one made in inference mode", hint=cure)
         if inject is not None and not captured:
             tokens = metadata.swa.num_actual_tokens
             check_entries(f"inject_entries[{prefix!r}]", inject[:tokens], visible_entries(metadata))

@@ -164,6 +164,9 @@ def test_entries_that_do_not_fit_are_refused_before_anything_is_written() -> Non
     refused(r"expected \[9, 3\], a row for each token, got \[8, 3\]", inject_entries={layer.prefix: good[:8]})
     refused("expected int32 on cpu, got int64", record_entries={layer.prefix: good.long()})
     refused("rows that share no memory", record_entries={layer.prefix: good[:1].expand(9, -1)})
+    with torch.inference_mode():
+        made = good.clone()
+    refused("may be written here, got one made in inference mode", record_entries={layer.prefix: made})
     refused("expected a Tensor, got list", inject_entries={layer.prefix: good.tolist()})
     refused("expected a mapping", record_entries=[good])
     for cache, bytes_before in zip(layer.caches.present.values(), before, strict=True):  # type: ignore[union-attr]
