@@ -10,7 +10,15 @@ from typing import Any
 import fakes
 import pytest
 import torch
-from on_gpu.scenarios import DEFAULTS, SCENARIOS, TENSOR_PARALLEL, V41_SCENARIOS, Scenario, write_for_sglang
+from on_gpu.scenarios import (
+    DEFAULTS,
+    SCENARIOS,
+    TENSOR_PARALLEL,
+    V41_OWN_RECORDS,
+    V41_SCENARIOS,
+    Scenario,
+    write_for_sglang,
+)
 from on_gpu.worker import VOCABULARY, answer_of
 from small_model import SIZES, configuration, draft_settings, figures, write_as_released
 from small_v41 import SIZES_V41, write_configuration
@@ -44,7 +52,7 @@ def test_sglang_resolves_the_options_and_keeps_what_is_asked_for(
     known = {"is_available": True, "device_count": 1, "get_device_name": "GPU", "get_device_capability": (9, 0)}
     for name, value in known.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    for scenario in [*SCENARIOS, TENSOR_PARALLEL, *V41_SCENARIOS]:
+    for scenario in [*SCENARIOS, TENSOR_PARALLEL, *V41_SCENARIOS, V41_OWN_RECORDS]:
         with monkeypatch.context() as patch:
             for name, value in scenario.environment.items():
                 patch.setenv(name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,9 @@ import torch
 from gpu_tests import GAP, RMS, report, run_engine
 from small_model import logprobs
 
-from on_gpu.scenarios import PAGE, SCENARIOS, TENSOR_PARALLEL, V41_SCENARIOS, Scenario
+from on_gpu.scenarios import PAGE, SCENARIOS, TENSOR_PARALLEL, V41_OWN_RECORDS, V41_SCENARIOS, Scenario
 
 HERE = Path(__file__).parent
-GAP_V41 = 0.2
-"""SGLang rounds entries and index keys of V4.1 more: an H200 had an rms of 0.042 with SGLang's own attention, and a gap
-of 0.146."""
 TIMEOUT = 240
 
 BY_SGLANG_TOO = [s for s in SCENARIOS if not (s.backend or s.parts != "all")]
@@ -32,9 +30,9 @@ def serve(scenario: Scenario, folder: Path, results: Path, *, by_sglang: bool = 
 
 
 def check_scenario(
-    scenario: Scenario, folder: Path, model: Any, results: Path, *, by_sglang: bool = False
+    scenario: Scenario, folder: Path, model: Any, results: Path, *, by_sglang: bool = False, gap: float = GAP
 ) -> dict[str, Any]:
-    """Serve a scenario, hold its answers against transformers, and leave the figures."""
+    """Serve a scenario, hold its answers against transformers, and leave the figures. gap: bound of `worst_gap`."""
     served = serve(scenario, folder, results, by_sglang=by_sglang)
     expected, answers = [], []
     for step, of_step in zip(scenario.rounds, served["rounds"], strict=True):
@@ -55,7 +53,7 @@ def check_scenario(
     name = f"{scenario.name}{'-by-sglang' if by_sglang else ''}"
     report(results, name, figures)
     assert found["rms"] < RMS
-    assert found.get("gap", 0) < (GAP_V41 if scenario in V41_SCENARIOS else GAP)
+    assert found.get("gap", 0) < gap
     if scenario.is_accepting:
         assert 0 < numbers["accepted"] < numbers["drafts"]
     return {**served, **figures}
@@ -86,21 +84,25 @@ def test_ranks_that_share_heads_answer_as_transformers(
     assert served["backend"] == ["sm90"]
 
 
-@pytest.mark.parametrize("scenario", V41_SCENARIOS, ids=str)
-def test_v41_is_answered_as_by_the_reference(
-    scenario: Scenario, v41_checkpoint: Path, v41_model: Any, results: Path
+def test_v41_on_its_own_records_is_answered_as_by_the_reference(
+    v41_checkpoint: Path, v41_model: Any, results: Path
 ) -> None:
-    served = check_scenario(scenario, v41_checkpoint, v41_model, results)
+    served = check_scenario(V41_OWN_RECORDS, v41_checkpoint, v41_model, results)
 
     assert served["backend"] == ["sm90"]
 
 
-def test_sglangs_own_attention_is_as_far_from_the_reference_of_v41(
+def test_v41_is_no_farther_from_the_reference_than_with_sglangs_own_attention(
     v41_checkpoint: Path, v41_model: Any, results: Path
 ) -> None:
-    served = check_scenario(V41_SCENARIOS[0], v41_checkpoint, v41_model, results, by_sglang=True)
+    """On 584-byte records SGLang rounds V4.1's entries twice, so that its own attention does not keep GAP either."""
+    own = check_scenario(V41_SCENARIOS[0], v41_checkpoint, v41_model, results, by_sglang=True, gap=math.inf)
+    assert not own["lines"]
 
-    assert not served["lines"]
+    for scenario in V41_SCENARIOS:
+        served = check_scenario(scenario, v41_checkpoint, v41_model, results, gap=own["gap"])
+        assert served["backend"] == ["sm90"]
+        assert served["rms"] < 1.05 * own["rms"]
 
 
 @pytest.mark.parametrize("scenario", BY_SGLANG_TOO, ids=str)
