@@ -51,7 +51,7 @@ class EntryRecords:
         tokens = count_tokens(requests)
         for buffer in self.buffers.values():
             if tokens > len(buffer):
-                expected = f"at most {len(buffer)} tokens, those of a step"
+                expected = f"at most {len(buffer)} tokens, which is the limit of a step"
                 raise ArgumentError("requests", expected=expected, actual=tokens)
         of_layers = [buffer[:tokens] for buffer in self.buffers.values()]
         of_step = (

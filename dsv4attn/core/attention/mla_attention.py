@@ -169,7 +169,7 @@ class DeepseekV4MLAAttention:
         """What attention needs to normalise and rotate q of these positions; None if the insert always does it.
 
         positions: [T'] int64 position of each row of q.
-        cos_sin_cache: the table of the layer, or a copy of it in a compiled graph.
+        cos_sin_cache: the layer's own table. A compiled graph passes its copy of that table.
         """
         eps = self.geometry.q_eps
         if not self._takes_raw_q or eps is None or self.exchange.ownership is not None:

@@ -81,7 +81,7 @@ def hold_entries(oracle_cache: OracleCache, untouched: U8, rows: Iterable[tuple[
 
     It also raises Wrong if any byte outside these slots changed.
     untouched: bytes of all pages from before the op.
-    rows: of each entry its slot, its values before they are rounded to the cache's format, and a name for messages.
+    rows: for each entry (slot, exact values, name for messages). The cache has the values rounded to its format.
     """
     now, expected, worst = oracle_cache.bytes(), untouched.copy(), Measure()
     for slot, row, name in rows:

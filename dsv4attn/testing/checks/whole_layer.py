@@ -353,7 +353,7 @@ class Way:
 
     name: the way in words, for messages.
     steps: of each step, the requests and the number of their next tokens.
-    padding: how many rows of each step have no token, by default none in any step.
+    padding: for each step, the number of rows that belong to no token. By default 0 for all.
     """
 
     name: str

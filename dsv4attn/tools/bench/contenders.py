@@ -54,7 +54,7 @@ class Task:
     inputs: inputs that peers get: `Inputs` of attention kernels, others of layer ops, or None.
     limit: largest error of a right result; None: by the backend's products, see `accuracy.limit`.
     fp8: whether operands of its products are fp8.
-    beside: more calls to time next to the backends, such as torch's own product: by name, a function that makes one.
+    beside: functions that make further contenders, by name. They are timed with the backends, as torch's product is.
     expected: results of the reference backend, in fp32 where the call may write that.
     """
 

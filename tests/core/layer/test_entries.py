@@ -187,7 +187,7 @@ def test_tokens_without_records_are_refused() -> None:
     for nothing in (records.of(sequence), {}):
         with pytest.raises(ArgumentError, match="entries of 6 tokens for layer 1, got 0"):
             records.injected([(sequence, 1)], [nothing])
-    with pytest.raises(ArgumentError, match="at most 64 tokens, those of a step, got 65"):
+    with pytest.raises(ArgumentError, match="at most 64 tokens, which is the limit of a step, got 65"):
         records.take([(stack.manager.new(), 65)])
 
 
