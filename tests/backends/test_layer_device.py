@@ -78,7 +78,7 @@ def served(name: str, device: str, layout: KVCacheLayout, dtype: torch.dtype) ->
 def errors(outs: list[Tensor], precise: list[Tensor]) -> list[float]:
     """Error of each layer relative to the norm of its output."""
     pairs = zip(outs, precise, strict=True)
-    return [float((out.cpu().double() - want.double()).norm() / want.double().norm()) for out, want in pairs]
+    return [float((out.cpu().double() - want.cpu().double()).norm() / want.double().norm()) for out, want in pairs]
 
 
 @pytest.fixture(scope="module", params=["fp8", "fp32"])

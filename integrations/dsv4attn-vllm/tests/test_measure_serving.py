@@ -195,6 +195,15 @@ def test_an_engine_holds_what_one_of_several_ranks_has(tmp_path: Path) -> None:
     assert "flash, 6 layers of one of 8 ranks, a device" in " ".join(result.output.split())
 
 
+def test_drafts_are_accepted_by_chance_and_graphs_hold_them(tmp_path: Path) -> None:
+    report, _ = run(tmp_path, "--drafts", "3", "--captured", "1 8", "--only", OF_DSV4ATTN, "--folder", str(tmp_path))
+
+    options = options_in(tmp_path)
+    assert report["drafts"] == options["speculative_config"]["num_speculative_tokens"] == 3
+    assert options["speculative_config"]["synthetic_acceptance_length"] == 2.5
+    assert options["compilation_config"] == {"cudagraph_capture_sizes": [4, 32]}
+
+
 def test_steps_of_decode_alone_are_those_between_the_last_first_token_and_the_first_last_token() -> None:
     """Tokens come a little before a step ends. The step of 9 s is a stall; in the last two, requests are missing."""
     ends = [1.0, 2.0, 4.0, 6.0, 15.0, 17.0, 18.0, 19.0]
@@ -365,11 +374,11 @@ def pages_of(tmp_path: Path, *reports: dict[str, Any]) -> tuple[list[dict[str, A
 
 
 def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
-    _, lines = pages_of(tmp_path, report_of(gpus=2, rank_of=8))
+    _, lines = pages_of(tmp_path, report_of(gpus=2, rank_of=8, drafts=3))
     assert "256 experts in each, as one of 8 tensor-parallel ranks has them, without what ranks exchange. " in lines[3]
     assert "exchange. 2 x NVIDIA H100, torch" in lines[3]
     assert "8 GiB of caches on each GPU, tokens" in lines[3]
-    assert "evenly, the engine in a process of its own, medians" in lines[3]
+    assert "evenly, 3 drafts of which half are accepted by chance, the engine in a process of its own" in lines[3]
     (tmp_path / "file.json").unlink()
     _, lines = pages_of(tmp_path, report_of())
 

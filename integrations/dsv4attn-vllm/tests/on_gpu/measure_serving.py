@@ -25,6 +25,9 @@ With `--gpus N` both engines divide heads and experts over the same N GPUs (`ten
 With `--rank-of N` both engines hold on one GPU what each of N tensor-parallel ranks has: an Nth of the heads, of the
 groups of the output projection, of the columns of every expert, and of the vocabulary. What ranks exchange is left out.
 
+With `--drafts N` a layer of MTP proposes N tokens in each step. vLLM accepts half of them by chance, as those of random
+weights are wrong.
+
 Weights are equal in both engines, and tokens of a step are spread over the experts evenly, unless `--routing model` is
 passed: a model with random weights sends tokens to few experts or to many, by chance, and experts are most of a step.
 
@@ -82,7 +85,7 @@ SHARED = "num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size
 """Sizes of which each tensor-parallel rank has a part."""
 LAYERS = {"flash": "swa c4a c128a c4a c128a c4a", "pro": "c4a c128a"}
 CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-"""Numbers of tokens for which graphs are captured."""
+"""Numbers of requests for which graphs are captured."""
 CACHES = "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CACHE_ROOT"
 """Variables that name a folder for compiled code."""
 LOG_CHARACTERS = 3000
@@ -154,6 +157,13 @@ def give_values(model: Any) -> None:
             data.view(torch.uint8).random_(0, 256, generator=draw)
 
 
+def give_all_values(worker: Any) -> None:
+    """Give values to the model of one of vLLM's workers, and to its layer of drafts."""
+    for model in (worker.get_model(), worker.get_draft_model()):
+        if model is not None:
+            give_values(model)
+
+
 def route_evenly() -> None:
     """Let vLLM spread the tokens of a step over all experts: token t has experts k t, k t + 1, ..., modulo experts."""
     import torch
@@ -199,7 +209,8 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
     seconds = time.perf_counter() - begin
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     versions = {"triton": triton.__version__, "vllm": vllm.__version__}
-    llm.apply_model(give_values)
+    llm.collective_rpc(give_all_values)
+    drafts = options.get("speculative_config", {}).get("num_speculative_tokens", 0)
     few = SamplingParams(max_tokens=2, logprobs=1, detokenize=False)
     [output] = llm.generate([{"prompt_token_ids": [*range(1000, 2000)]}], few, use_tqdm=False)
     values = [entry.logprob for row in output.outputs[0].logprobs for entry in row.values()]
@@ -211,7 +222,7 @@ def serve(link: Connection, log: str, environment: dict[str, str], options: dict
             link.send(timed(llm, prompts, tokens))
         else:
             prefills = -(-sum(map(len, prompts)) // options["max_num_batched_tokens"])
-            link.send(profiled(llm, prompts, prefills + BEFORE_PROFILE, Path(folder)))
+            link.send(profiled(llm, prompts, prefills + BEFORE_PROFILE, 1 + drafts, Path(folder)))
 
 
 def answers_of(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[Any]:
@@ -306,8 +317,11 @@ def decode_steps(ends: Sequence[float], first: float, finish: float) -> list[flo
     return [after - before for before, after in pairwise(chosen)] or [math.nan]
 
 
-def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, folder: Path) -> dict[str, float]:
-    """Serve prompts; write profiles of the first step and of PROFILED later ones; return what `summary.json` has."""
+def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, most: int, folder: Path) -> dict[str, float]:
+    """Serve prompts; write profiles of the first step and of PROFILED later ones; return what `summary.json` has.
+
+    most: tokens of a request in a step.
+    """
     import cProfile
 
     import torch
@@ -345,7 +359,7 @@ def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, folder: P
             action()
 
     with around_steps(llm.llm_engine, before):
-        answers_of(llm, prompts, skipped + 3 * PROFILED + 4)
+        answers_of(llm, prompts, (skipped + 3 * PROFILED + 4) * most)
     on_device = [event for event in of_torch.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     intervals = [(event.time_range.start, event.time_range.end) for event in on_device]
     summary = {**clock, "busy_ms": busy(intervals) / 1e3 / PROFILED, "launched": len(intervals) / PROFILED}
@@ -505,6 +519,12 @@ class Run:
         self.save()
 
 
+def drafting(drafts: int) -> dict[str, Any]:
+    """What vLLM is told about so many drafts."""
+    accepting = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + drafts / 2}
+    return {"method": "mtp", "num_speculative_tokens": drafts, **accepting}
+
+
 def check_cases(cases: Sequence[tuple[int, int]], tokens: int, options: Mapping[str, Any]) -> None:
     """Raise UsageError for a case whose requests do not all run at once, or are too long with their answers."""
     requests, longest = options["max_num_seqs"], options["max_model_len"]
@@ -535,7 +555,8 @@ def check_cases(cases: Sequence[tuple[int, int]], tokens: int, options: Mapping[
 @click.option("--parts", default="all", show_default=True, help="DSV4ATTN_VLLM_PARTS")
 @click.option("--linear-backend", default="auto", show_default=True, help="of vLLM, in both engines")
 @click.option("--max-num-batched-tokens", default=8192, show_default=True, help="of a step")
-@click.option("--captured", default=" ".join(map(str, CAPTURED)), show_default=True, help="tokens of captured graphs")
+@click.option("--captured", default=" ".join(map(str, CAPTURED)), show_default=True, help="requests of captured graphs")
+@click.option("--drafts", type=click.IntRange(0), default=0, show_default=True, help="of MTP for each request and step")
 @click.option(
     "--routing",
     type=click.Choice([EVEN, OF_MODEL]),
@@ -573,6 +594,7 @@ def main(
     linear_backend: str,
     max_num_batched_tokens: int,
     captured: str,
+    drafts: int,
     routing: str,
     profile: Path | None,
     memory: float,
@@ -605,7 +627,8 @@ def main(
         "max_num_batched_tokens": max_num_batched_tokens,
         "enable_prefix_caching": False,
         "linear_backend": linear_backend,
-        "compilation_config": {"cudagraph_capture_sizes": [int(count) for count in captured.split()]},
+        "compilation_config": {"cudagraph_capture_sizes": [int(count) * (1 + drafts) for count in captured.split()]},
+        **({"speculative_config": drafting(drafts)} if drafts else {}),
         **({"tensor_parallel_size": gpus} if gpus > 1 else {}),
         **more,
     }
@@ -627,6 +650,7 @@ def main(
         "routing": routing,
         "options": more,
         **({"engine_process": True} if engine_process else {}),
+        **({"drafts": drafts} if drafts else {}),
         **({"gpus": gpus} if gpus > 1 else {}),
         **({"rank_of": rank_of} if rank_of > 1 else {}),
         "ready_s": {},

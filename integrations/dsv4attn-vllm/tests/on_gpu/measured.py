@@ -63,9 +63,10 @@ def title_of(report: Mapping[str, Any]) -> str:
     linears = "" if report["linears"] == "auto" else f"linears of vLLM by `{report['linears']}`, "
     options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
     routing = "tokens spread over experts evenly, " if report["routing"] == "even" else ""
+    drafts = f"{report['drafts']} drafts of which half are accepted by chance, " if "drafts" in report else ""
     machine = f"{gpus} x {report['device']}, {versions}, {report['date']}".removeprefix("1 x ")
     process = "the engine in a process of its own, " if report.get("engine_process") or gpus > 1 else ""
-    chosen = f"{linears}{routing}{options}{process}medians of {report['turns']} turns"
+    chosen = f"{linears}{routing}{drafts}{options}{process}medians of {report['turns']} turns"
     return f"{model}, {experts}. {machine}; {parts}, {limits}, {chosen}. {started(report)}"
 
 
