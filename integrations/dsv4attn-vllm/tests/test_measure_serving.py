@@ -43,7 +43,8 @@ def serve_made_up(link: Connection, log: str, environment: dict[str, str], optio
     while (work := link.recv()) is not None:
         prompts, tokens, folder = work
         if folder is not None:
-            link.send({"step_ms": 3.0, "busy_ms": 2.5, "prompts": len(prompts), "to": folder})
+            of_decode = float(len(prompts) < 4)
+            link.send({"step_ms": 3.0, "busy_ms": 2.5, "of_decode": of_decode, "prompts": len(prompts), "to": folder})
             continue
         turn += 1
         if fails == "at turn 4" and turn == 4:
@@ -158,15 +159,17 @@ def test_engines_that_start_at_once_have_no_time_of_start(tmp_path: Path) -> Non
 
 def test_profiles_of_cases_sizes_of_graphs_and_routing_are_asked_for(tmp_path: Path) -> None:
     folder, profiles = tmp_path / "kept", tmp_path / "profiles"
-    options = ["--only", OF_DSV4ATTN, "--cases", "3x8,2x8", "--folder", str(folder), "--profile", str(profiles)]
+    options = ["--only", OF_DSV4ATTN, "--cases", "4x8,3x8,2x8", "--folder", str(folder), "--profile", str(profiles)]
 
     report, result = run(tmp_path, *options, "--captured", "8 16", "--routing", "model")
 
     lines = [line.partition("profile of ")[2] for line in result.stderr.splitlines() if "profile of" in line]
-    for line, case, count in zip(lines, ("3x8", "2x8"), (3, 2), strict=True):
-        expected = {"step_ms": 3.0, "busy_ms": 2.5, "prompts": count, "to": str(profiles / case / OF_DSV4ATTN)}
+    for line, case, count in zip(lines, ("4x8", "3x8", "2x8"), (4, 3, 2), strict=True):
+        expected = {"step_ms": 3.0, "busy_ms": 2.5, "of_decode": float(count < 4), "prompts": count}
+        expected |= {"to": str(profiles / case / OF_DSV4ATTN)}
         assert json.loads(line.removeprefix(f"{case}: ")) == expected
-    assert [case[OF_DSV4ATTN]["busy_ms"] for case in report["cases"]] == [2.5, 2.5]
+    # prompts were in the profiled steps of the first case
+    assert [case[OF_DSV4ATTN].get("busy_ms") for case in report["cases"]] == [None, 2.5, 2.5]
     assert "device busy" in result.output
     assert report["routing"] == "model"
     assert '"cudagraph_capture_sizes": [8, 16]' in (folder / "dsv4attn.log").read_text()
@@ -378,7 +381,7 @@ def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
     assert "256 experts in each, as one of 8 tensor-parallel ranks has them, without what ranks exchange. " in lines[3]
     assert "exchange. 2 x NVIDIA H100, torch" in lines[3]
     assert "8 GiB of caches on each GPU, tokens" in lines[3]
-    assert "evenly, 3 drafts of which half are accepted by chance, the engine in a process of its own" in lines[3]
+    assert "evenly, drafts in a step: 3, half of them accepted by chance, the engine in a process of" in lines[3]
     (tmp_path / "file.json").unlink()
     _, lines = pages_of(tmp_path, report_of())
 

@@ -320,7 +320,8 @@ def decode_steps(ends: Sequence[float], first: float, finish: float) -> list[flo
 def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, most: int, folder: Path) -> dict[str, float]:
     """Serve prompts; write profiles of the first step and of PROFILED later ones; return what `summary.json` has.
 
-    most: tokens of a request in a step.
+    most: tokens of a request in a step. Where prompts wait for memory, the later steps may have some of them:
+    `of_decode` is then 0.
     """
     import cProfile
 
@@ -339,6 +340,7 @@ def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, most: int
     def begin() -> None:
         torch.cuda.synchronize()
         clock["begin"] = time.perf_counter()
+        clock.setdefault("first", time.monotonic())
 
     def end(name: str) -> None:
         torch.cuda.synchronize()
@@ -359,7 +361,9 @@ def profiled(llm: Any, prompts: Sequence[Sequence[int]], skipped: int, most: int
             action()
 
     with around_steps(llm.llm_engine, before):
-        answers_of(llm, prompts, (skipped + 3 * PROFILED + 4) * most)
+        outputs = answers_of(llm, prompts, (skipped + 3 * PROFILED + 4) * most)
+    first = clock.pop("first")
+    clock["of_decode"] = float(all(output.metrics.first_token_ts < first for output in outputs))
     on_device = [event for event in of_torch.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     intervals = [(event.time_range.start, event.time_range.end) for event in on_device]
     summary = {**clock, "busy_ms": busy(intervals) / 1e3 / PROFILED, "launched": len(intervals) / PROFILED}
@@ -514,7 +518,8 @@ class Run:
             else:
                 say(f"{plugin}: profile of {count}x{length}: {json.dumps(summary)}")
                 for case in self.report["cases"]:
-                    if (case["requests"], case["prompt"]) == (count, length) and plugin in case:
+                    of_case = (case["requests"], case["prompt"]) == (count, length) and plugin in case
+                    if of_case and summary["of_decode"]:
                         case[plugin]["busy_ms"] = summary["busy_ms"]
         self.save()
 

@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def merged(earlier: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> l
         "failed": sorted(report["failed"]),
         "cases": [cases[case] for case in sorted(cases, key=lambda case: (case[1], case[0]))],
     }
-    models = sorted(reports.values(), key=lambda known: (known["model"], known["device"], json.dumps(known)))
+    order = itemgetter("model", "device")
+    models = sorted(reports.values(), key=lambda known: (*order(known), known.get("drafts", 0), json.dumps(known)))
     return sorted(models, key=lambda known: known["date"], reverse=True)
 
 
@@ -63,7 +65,7 @@ def title_of(report: Mapping[str, Any]) -> str:
     linears = "" if report["linears"] == "auto" else f"linears of vLLM by `{report['linears']}`, "
     options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
     routing = "tokens spread over experts evenly, " if report["routing"] == "even" else ""
-    drafts = f"{report['drafts']} drafts of which half are accepted by chance, " if "drafts" in report else ""
+    drafts = f"drafts in a step: {report['drafts']}, half of them accepted by chance, " if "drafts" in report else ""
     machine = f"{gpus} x {report['device']}, {versions}, {report['date']}".removeprefix("1 x ")
     process = "the engine in a process of its own, " if report.get("engine_process") or gpus > 1 else ""
     chosen = f"{linears}{routing}{drafts}{options}{process}medians of {report['turns']} turns"
