@@ -210,6 +210,7 @@ REFUSED = [
     (["--heads", "1e3"], "'1e3' is not a valid whole number"),
     (["--dtype", "fp4"], "'fp4' is not one of"),
     (["--phase", "both"], "'both' is not one of"),
+    (["--q-dtype", "float16"], "'float16' is not one of"),
     (["--layer", "swa", "--topk", "512"], "topk: expected 0 on a window-only layer"),
     (["--backend", "refernz"], "unknown backend 'refernz'; did you mean 'reference'?"),
     (["--backend", "decode=reference,prefill=foo"], "unknown backend 'foo'"),
