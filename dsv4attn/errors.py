@@ -103,6 +103,7 @@ class UnknownNameError(Dsv4AttnError, ValueError):
         others: Iterable[str] = (),
         *,
         near: Iterable[str] | None = None,
+        shown: str = "",
     ) -> None:
         """Build the message from the kind of name, the given name, and the names that exist.
 
@@ -110,11 +111,11 @@ class UnknownNameError(Dsv4AttnError, ValueError):
         name: the name that does not exist.
         known: the names that exist.
         others: a line for each candidate that is left out and may be the meant one, such as a failed plugin. near: the
-        names that may be suggested, or None for all of `known`.
+        names that may be suggested, or None for all of `known`. shown: what the message has in place of a long list.
         """
         self.kind, self.name, self.known = kind, name, sorted(known)
         meant = did_you_mean(name, self.known if near is None else near)
-        first = f"unknown {kind} {name!r}{meant} (known: {', '.join(self.known)})"
+        first = f"unknown {kind} {name!r}{meant} (known: {shown or ', '.join(self.known)})"
         super().__init__("\n  ".join([first, *others]))
 
 

@@ -119,10 +119,23 @@ def _product(name: str) -> str:
     return re.sub(r"[\s_-]", "", _WORDS.sub("", name.strip().lower()))
 
 
-def unknown(what: str, name: str, devices: Iterable[KnownDevice]) -> UnknownNameError:
-    """The error for a name that none of `devices` has; it lists their names."""
+def unknown(
+    what: str,
+    name: str,
+    devices: Iterable[KnownDevice],
+    others: Iterable[str] = (),
+    *,
+    near: Iterable[str] | None = None,
+) -> UnknownNameError:
+    """The error for a name that none of `devices` has. It shows a few names, and the command that lists all.
+
+    what: "device" or "target". others: further lines. near: names to suggest; None: those of one vendor.
+    """
     rows = [*devices]
-    return UnknownNameError(what, name, [known for row in rows for known in row.spellings], near=_near(name, rows))
+    known = [spelling for row in rows for spelling in row.spellings]
+    examples = ", ".join(example for example in ("h200", "sm_90", "mi300x", "xpu", "cpu") if example in known)
+    shown = f"{examples}, ...: `dsv4attn {'compile' if what == 'target' else 'explain'} --help` lists all"
+    return UnknownNameError(what, name, known, others, near=_near(name, rows) if near is None else near, shown=shown)
 
 
 def _near(name: str, devices: Iterable[KnownDevice]) -> list[str]:

@@ -18,7 +18,7 @@ from attrs import asdict, evolve
 
 from dsv4attn.config import AUTO, PHASES, load_settings, parse_request
 from dsv4attn.core.cache.key_records import KEY_RECORDS
-from dsv4attn.core.contract.devices import DEVICES, KnownDevice, described, named_by_number
+from dsv4attn.core.contract.devices import DEVICES, KnownDevice, described, named_by_number, unknown
 from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, is_path
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
@@ -111,7 +111,7 @@ def device_facts(name: str) -> DeviceFacts:
             listed = ", ".join(f"{pattern} ({owner})" for pattern, owner in of_plugins.items())
             others.append(f"devices of installed plugins: {listed}")
         near = _family(lower, error.known) or get_close_matches(name.strip().lower(), of_plugins, n=1, cutoff=0.8)
-        raise UnknownNameError("device", name, [*error.known, *of_plugins], others, near=near) from None
+        raise unknown("device", name, DEVICES, others, near=near) from None
 
 
 def devices_of_plugins() -> dict[str, str]:

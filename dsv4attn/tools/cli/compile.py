@@ -16,6 +16,7 @@ from attrs import asdict, evolve, field, frozen
 
 from dsv4attn.config import AUTO, PHASES, load_settings
 from dsv4attn.core.cache.key_records import KEY_RECORDS
+from dsv4attn.core.contract.devices import unknown
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
 from dsv4attn.integrations.engines import ENGINES, VLLM, Engine
@@ -356,7 +357,7 @@ def _arch(name: str, engine: Engine | None) -> str:
     except UnknownNameError as error:
         known = [spelling for device in COMPILED_FOR for spelling in device.spellings]
         meant = [near for near in known if f"{near!r}" in str(error).partition(" (known: ")[0]]
-        raise UnknownNameError("target", name, known, str(error).split("\n  ")[1:], near=meant) from None
+        raise unknown("target", name, COMPILED_FOR, str(error).split("\n  ")[1:], near=meant) from None
     makers = {d.kind: d.text.split()[0] for d in COMPILED_FOR if engine is None or d.kind in engine.kinds}
     if facts.kind not in makers:
         hint = "its kernels are compiled on the device, at their first launch: `dsv4attn conform` runs all of them"

@@ -67,12 +67,7 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
         default=_PLAIN,
         help="Bytes of a record of the window cache and of the compressed cache.",
     ),
-    text(
-        "--q-dtype",
-        default="bfloat16",
-        help="Dtype of the queries: bfloat16 or float32.",
-        shell_complete=complete.words("bfloat16", "float32"),
-    ),
+    choice("--q-dtype", words=("bfloat16", "float32"), default="bfloat16", help="Dtype of the queries."),
     integer(
         "--max-model-len",
         default=1_048_576,

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 __all__ = ["VARIABLE", "__version__", "other_flash_mla", "provide"]
@@ -22,28 +22,34 @@ _NAME = "flash_mla"
 
 
 class _Finder:
-    """Finds one module: `front.py` under FlashMLA's name."""
+    """Finds one module: `front.py` under FlashMLA's name. always: even where there is another one."""
 
-    @staticmethod
-    def find_spec(name: str, _path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
+    def __init__(self, *, always: bool) -> None:
+        self._always = always
+
+    def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
         """The module of this package, for `flash_mla` alone."""
-        if name != _NAME:
+        if name != _NAME or not (self._always or other_flash_mla() is None):
             return None
         return importlib.util.spec_from_file_location(_NAME, Path(__file__).with_name("front.py"))
 
 
 def provide() -> None:
     """Offer the module to this process. Called again, it follows the variable's new value."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Finder]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     choice = os.environ.get(VARIABLE, "")
     if choice not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0, 1 or nothing, got {choice!r}")
     if choice != "0":
-        # at the end, Python looks on its path first
-        sys.meta_path.insert(0 if choice == "1" else len(sys.meta_path), _Finder)
+        # first: on its path Python takes any folder flash_mla, also one that is no package
+        sys.meta_path.insert(0, _Finder(always=choice == "1"))
 
 
 def other_flash_mla() -> str | None:
-    """The file of the `flash_mla` on Python's path, which is not this package's; None if there is none."""
-    spec = PathFinder.find_spec(_NAME)
-    return None if spec is None else spec.origin
+    """The file of the `flash_mla` that Python finds without this package; None if there is none.
+
+    A folder without `__init__.py` is none: on a path, too, every module comes before it.
+    """
+    others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+    specs = (finder.find_spec(_NAME, None) for finder in others)
+    return next((spec.origin for spec in specs if spec is not None and spec.origin is not None), None)

@@ -15,6 +15,11 @@ FP8, FP4 = (layout(arrangement=Arrangement.SPLIT) for layout in (KVCacheLayout.v
 TOKENS, HEADS = 4, 6
 
 
+def holes(slots: torch.Tensor, dtype: torch.dtype, wrapped: int) -> torch.Tensor:
+    """Slots of this dtype. Where there is none, int64 has a number whose lower 32 bits are a slot."""
+    return slots.int() if dtype == torch.int32 else slots.masked_fill(slots == -1, wrapped)
+
+
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
 
@@ -33,10 +38,10 @@ def test_decode_takes_slots_of_any_shape_and_more_sinks_than_heads(
         cache = pages(V4, 5, 2)
         more, more_lens = selection(TOKENS, 6, 10)
         segments.append((cache, V4, 2, more, more_lens))
-        arguments = {"extra_kv_cache": cache, "extra_slots": more.to(dtype), "extra_lens": more_lens.to(dtype)}
-        arguments["extra_page_size"] = 2
+        arguments = {"extra_kv_cache": cache, "extra_page_size": 2, "extra_lens": more_lens.to(dtype)}
+        arguments["extra_slots"] = holes(more, dtype, 1 - 2**32)
     q, out = random(TOKENS, HEADS, 512), torch.full((TOKENS, HEADS, 512), torch.nan).bfloat16()
-    given_slots, given_lens = slots.view(TOKENS, 1, 2, 5).to(dtype), lens.view(TOKENS, 1).to(dtype)
+    given_slots, given_lens = holes(slots, dtype, 2**32 + 1).view(TOKENS, 1, 2, 5), lens.view(TOKENS, 1).to(dtype)
     result = ops.dsv4_decode(q, swa, given_slots, given_lens, 4, sink, SCALE, out=out, **arguments)
 
     assert result is out

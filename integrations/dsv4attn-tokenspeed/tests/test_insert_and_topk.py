@@ -20,12 +20,12 @@ def random(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("has_q_out", [False, True])
 def test_insert_writes_what_tokenspeeds_own_kernel_writes(has_q_out: bool, backend: str, ops: Any) -> None:
-    tokens, size, eps = 6, 4, 1e-6
+    tokens, size, eps = 7, 4, 1e-6
     angles = torch.rand(40, 32) * 6
     table = torch.cat([angles.cos(), angles.sin()], 1)
-    kv, positions = random(tokens, 512), torch.tensor([0, 7, 39, 3, 3, 21])
-    # fewer slots than tokens; one is none, and one is after the end
-    slots = torch.tensor([5, -1, 12, 0, 11])
+    kv, positions = random(tokens, 512), torch.tensor([0, 7, 39, 3, 3, 21, 1])
+    # fewer slots than tokens; one is none, and two are after the end, of which the lower 32 bits of one are a slot
+    slots = torch.tensor([5, -1, 12, 0, 11, 2**32 + 1])
     results = []
     for kernel in (None, "triton_dsv4_swa_cache_insert"):
         torch.manual_seed(1)

@@ -53,7 +53,8 @@ def torchrun(folder: Path, program: list[str], *options: str, ranks: int = 2) ->
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     command = [*launch, *program, "bench-context", *SMALL, *options]
-    return subprocess.run(command, cwd=folder, env=env, timeout=120, capture_output=True, text=True, check=False)
+    # a run that gets little of the CPU takes minutes; a rank waits five for another, and its error says for what
+    return subprocess.run(command, cwd=folder, env=env, timeout=600, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("absent", LAUNCHED)
