@@ -50,6 +50,6 @@ def other_flash_mla() -> str | None:
 
     A folder without `__init__.py` is none: on a path, too, every module comes before it.
     """
-    others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+    others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder) and hasattr(finder, "find_spec"))
     specs = (finder.find_spec(_NAME, None) for finder in others)
     return next((spec.origin for spec in specs if spec is not None and spec.origin is not None), None)
