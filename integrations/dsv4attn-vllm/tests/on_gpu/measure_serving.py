@@ -6,12 +6,17 @@ GPU, which serve the same requests one after the other. Each has caches of its o
 start as on a new machine; but DeepGEMM's kernels, which both need, are compiled by the engine that starts first, that
 with dsv4attn.
 
-    first token   seconds from the arrival of all requests to the last first token
-    per token     milliseconds between two tokens of a request, the median over requests; prompts of others included
-    in decode     milliseconds between two tokens of the request whose first token came last: all prompts are done then
-    step          milliseconds of a step in which all requests decode, the median over steps: a stall is not in it
-    device busy   milliseconds of such a step in which the device worked, with `--profile`
-    tokens/s      generated tokens of all requests in a second, prompts included in the time
+- first token: seconds from the arrival of all requests to the last first token
+
+- per token: milliseconds between two tokens of a request, the median over requests; prompts of others included
+
+- in decode: milliseconds between two tokens of the request whose first token came last: all prompts are done then
+
+- step: milliseconds of a step in which all requests decode, the median over steps: a stall is not in it
+
+- device busy: milliseconds of such a step in which the device worked, with `--profile`, unless prompts wait for memory
+
+- tokens/s: generated tokens of all requests in a second, prompts included in the time
 
 The file of results has the longest of these steps too (`longest_step_ms`), how long Python collected garbage in a turn
 (`gc_ms`), how often torch asked the device for memory (`device_allocations`), and the figures of each turn.
