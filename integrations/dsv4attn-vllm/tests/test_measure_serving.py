@@ -82,7 +82,7 @@ def options_in(folder: Path) -> dict[str, Any]:
 
 
 def test_engines_are_measured_by_turns(tmp_path: Path) -> None:
-    report, result = run(tmp_path, "--memory", "1.5", "--max-num-batched-tokens", "512")
+    report, result = run(tmp_path, "--memory", "1.5", "--options", '{"max_num_batched_tokens": 512}')
 
     assert result.exit_code == 0
     assert report["ready_s"] == READY_S
@@ -114,6 +114,10 @@ def test_an_engine_that_fails_is_left_out_with_the_end_of_its_log(
     assert "last line of vllm" in result.output
     assert [OF_DSV4ATTN in case for case in report["cases"]] == [True, True]
     assert sum(OF_VLLM in case for case in report["cases"]) == both
+
+    report, result = run(tmp_path, "--only", OF_VLLM)
+
+    assert (result.exit_code == 0, len(report["cases"])) == (both > 0, both)
 
 
 def test_an_engine_that_does_not_start_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,15 +318,6 @@ def test_engines_end_with_the_command_whatever_happens(
     assert not active_children()
 
 
-def test_nothing_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FAILS, "at start")
-
-    report, result = run(tmp_path, "--only", OF_VLLM)
-
-    assert result.exit_code == 1
-    assert report["cases"] == []
-
-
 def test_a_run_that_is_killed_leaves_the_cases_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = measure_serving.Run.measure
 
@@ -354,7 +349,6 @@ def report_of(**changes: Any) -> dict[str, Any]:
         "tokens": 64,
         "turns": 3,
         "parts": "all",
-        "linears": "auto",
         "max_num_batched_tokens": 8192,
         "memory_gib": 8.0,
         "routing": "even",

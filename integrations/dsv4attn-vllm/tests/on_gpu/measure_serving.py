@@ -563,8 +563,6 @@ def check_cases(cases: Sequence[tuple[int, int]], tokens: int, options: Mapping[
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="that each request generates")
 @click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="of each engine, after one more")
 @click.option("--parts", default="all", show_default=True, help="DSV4ATTN_VLLM_PARTS")
-@click.option("--linear-backend", default="auto", show_default=True, help="of vLLM, in both engines")
-@click.option("--max-num-batched-tokens", default=8192, show_default=True, help="of a step")
 @click.option("--captured", default=" ".join(map(str, CAPTURED)), show_default=True, help="requests of captured graphs")
 @click.option("--drafts", type=click.IntRange(0), default=0, show_default=True, help="of MTP for each request and step")
 @click.option(
@@ -601,8 +599,6 @@ def main(
     tokens: int,
     turns: int,
     parts: str,
-    linear_backend: str,
-    max_num_batched_tokens: int,
     captured: str,
     drafts: int,
     routing: str,
@@ -634,9 +630,8 @@ def main(
         "kv_cache_memory_bytes": round(memory * 2**30),
         "max_model_len": 16384,
         "max_num_seqs": 256,
-        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,
-        "linear_backend": linear_backend,
         "compilation_config": {"cudagraph_capture_sizes": [int(count) * (1 + drafts) for count in captured.split()]},
         **({"speculative_config": drafting(drafts)} if drafts else {}),
         **({"tensor_parallel_size": gpus} if gpus > 1 else {}),
@@ -654,8 +649,7 @@ def main(
         "tokens": tokens,
         "turns": turns,
         "parts": parts,
-        "linears": linear_backend,
-        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_batched_tokens": options["max_num_batched_tokens"],
         "memory_gib": memory,
         "routing": routing,
         "options": more,

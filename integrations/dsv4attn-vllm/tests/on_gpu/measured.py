@@ -62,13 +62,12 @@ def title_of(report: Mapping[str, Any]) -> str:
     gpus = report.get("gpus", 1)
     limits = f"at most {report['max_num_batched_tokens']:,} tokens in a step, {report['memory_gib']:g} GiB of caches"
     limits += " on each GPU" * (gpus > 1)
-    linears = "" if report["linears"] == "auto" else f"linears of vLLM by `{report['linears']}`, "
     options = f"options `{json.dumps(report['options'])}`, " if report["options"] else ""
     routing = "tokens spread over experts evenly, " if report["routing"] == "even" else ""
     drafts = f"drafts in a step: {report['drafts']}, half of them accepted by chance, " if "drafts" in report else ""
     machine = f"{gpus} x {report['device']}, {versions}, {report['date']}".removeprefix("1 x ")
     process = "the engine in a process of its own, " if report.get("engine_process") or gpus > 1 else ""
-    chosen = f"{linears}{routing}{drafts}{options}{process}medians of {report['turns']} turns"
+    chosen = f"{routing}{drafts}{options}{process}medians of {report['turns']} turns"
     return f"{model}, {experts}. {machine}; {parts}, {limits}, {chosen}. {started(report)}"
 
 
