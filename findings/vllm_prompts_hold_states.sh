@@ -5,10 +5,10 @@
 #   of context do, and a few MiB for its windows. So 8 GiB of caches hold hundreds of such prompts.
 # Behaviour: vLLM gives pages to the states of the compressors, 2 to 8 kB in fp32 for each token and layer, of all tokens
 #   that a step computes, and to their window keys. They are free again after the step, except for those of the last
-#   window. While a step computes 8,192 tokens of a prompt, 2.5 of its 2.6 GiB are such pages. Afterwards 18 MiB of them
+#   window. While a step computes 8,192 tokens of a prompt, 2.50 of its 2.53 GiB are such pages. Afterwards 18 MiB of them
 #   are left. The line "GPU KV cache size: ... tokens" of vLLM's log counts a request at its largest, and so says 20,882
-#   tokens for 8 GiB, which held 201 to 226 requests of 1,088 tokens when they were decoded (Flash's 43 layers on an
-#   H200, 2026-11-30).
+#   tokens for 8 GiB, which held 201 to 226 requests of 1,024 tokens and a part of their answers of 64 (Flash's 43
+#   layers on an H200, 2026-11-30).
 # Who is hurt: whoever sizes a server by bytes for each token of context, or by that line. Prompts wait although most of
 #   the memory is free a step later. A smaller max_num_batched_tokens costs less: 1,024 tokens hold 0.3 GiB.
 # Versions: vllm 0.33.0, torch 2.13.0 (CPU). Seen on 2026-11-30 with Python 3.11, without a GPU. The caches are described

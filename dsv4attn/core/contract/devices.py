@@ -129,7 +129,9 @@ def unknown(
 ) -> UnknownNameError:
     """The error for a name that none of `devices` has. It shows a few names, and the command that lists all.
 
-    what: "device" or "target". others: further lines. near: names to suggest; None: those of one vendor.
+    what: "device" or "target".
+    others: lines that follow the first one.
+    near: names that may be suggested. With None, those of the vendor whose names are most alike.
     """
     rows = [*devices]
     known = [spelling for row in rows for spelling in row.spellings]

@@ -372,8 +372,8 @@ def pages_of(tmp_path: Path, *reports: dict[str, Any]) -> tuple[list[dict[str, A
 
 def test_a_report_is_a_paragraph_and_a_table(tmp_path: Path) -> None:
     _, lines = pages_of(tmp_path, report_of(gpus=2, rank_of=8, drafts=3))
-    assert "256 experts in each, as one of 8 tensor-parallel ranks has them, without what ranks exchange. " in lines[3]
-    assert "exchange. 2 x NVIDIA H100, torch" in lines[3]
+    assert "256 experts in each, with the share of one of 8 tensor-parallel ranks (their exchange was not" in lines[3]
+    assert "was not measured). 2 x NVIDIA H100, torch" in lines[3]
     assert "8 GiB of caches on each GPU, tokens" in lines[3]
     assert "evenly, drafts in a step: 3, half of them accepted by chance, the engine in a process of" in lines[3]
     (tmp_path / "file.json").unlink()

@@ -56,7 +56,7 @@ def title_of(report: Mapping[str, Any]) -> str:
     model = f"**{report['model'].capitalize()}'s sizes, {len(layers)} layers** ({kinds})"
     experts = f"{report['experts']} experts in each"
     if ranks := report.get("rank_of"):
-        experts += f", as one of {ranks} tensor-parallel ranks has them, without what ranks exchange"
+        experts += f", with the share of one of {ranks} tensor-parallel ranks (their exchange was not measured)"
     versions = f"torch {report['torch']}, Triton {report['triton']}, vLLM {report['vllm']}"
     parts = f"parts `{report['parts']}`, {report['tokens']} tokens of each answer"
     gpus = report.get("gpus", 1)
