@@ -1,6 +1,6 @@
 """Hopper's kernel of the output projection in fp8 for few tokens: weights are copied before their codes exist.
 
-A program has all tokens and 128 ranks of a group. One role copies weights, one role copies codes, and one multiplies.
+A program has some tokens and some ranks of a group. One role copies weights, one role copies codes, and one multiplies.
 No kernel of a step writes weights. So as many as fit in shared memory are copied while the codes of outputs are still
 computed. A product of 128 columns runs while the sums of the columns before it are multiplied by their factors and
 added. Sums have the order of `layer.projections.kernels_output`, and so the bits of a row are those of its kernel.
@@ -34,7 +34,7 @@ from dsv4attn.backends.sm90.compat import barrier, copy_async, reinterpret
 CODES_S = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 TABLE_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 STEP = gl.constexpr(128)
-"""Columns under one factor, which are summed before they are multiplied by it; and ranks of a program."""
+"""Columns under one factor, which are summed before they are multiplied by it."""
 UNROLL = gl.constexpr(8)
 """Steps whose products overlap."""
 COPY_WARPS = gl.constexpr(4)
@@ -42,8 +42,8 @@ COPY_WARPS = gl.constexpr(4)
 COPIED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 """Codes as they are copied: sixteen in a thread, eight threads to a row."""
 
-Operands = namedtuple("Operands", "codes w scales w_scales tokens token_stride scale_stride w_stride w_step")
-"""Pointers are to the first element of a program's group, or of its first rank."""
+Operands = namedtuple("Operands", "codes w scales w_scales first tokens token_stride scale_stride w_stride w_step")
+"""Pointers are to the first element of a program's group, or of its first rank. first: token of the program."""
 Result = namedtuple("Result", "out stride")
 Smem = namedtuple("Smem", "w codes both w_full codes_full multiplied")
 """Of each stage: weights, codes, and barriers. both: [steps, tokens] fp32, products of factors."""
@@ -57,10 +57,10 @@ def copy_rows(to, base, offsets):
 
 
 @gluon.jit
-def copy_weights(operands, smem, STEPS: gl.constexpr, W_STAGES: gl.constexpr):
+def copy_weights(operands, smem, RANKS: gl.constexpr, STEPS: gl.constexpr, W_STAGES: gl.constexpr):
     """The role that copies weights, as far ahead as there are stages."""
     # computed here, not before the role begins
-    row = gl.arange(0, STEP, layout=gl.SliceLayout(1, COPIED)) + here(gl.to_tensor(0))
+    row = gl.arange(0, RANKS, layout=gl.SliceLayout(1, COPIED)) + here(gl.to_tensor(0))
     offsets = row.to(gl.int64) * operands.w_stride
     for step in range(here(gl.to_tensor(min(W_STAGES, STEPS)))):
         copy_rows(smem.w.index(step), operands.w + step * STEP, offsets)
@@ -77,16 +77,16 @@ def copy_codes(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """The role that copies codes: other warps than those of weights, as a warp's copies end in their order."""
-    row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPIED)) + here(gl.to_tensor(0))
+    row = operands.first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPIED)) + here(gl.to_tensor(0))
     # tokens past the end are the last one again
     offsets = gl.minimum(row, operands.tokens - 1).to(gl.int64) * operands.token_stride
     wait_prior_grid(PDL)
     for step in range(here(gl.to_tensor(min(STAGES, STEPS)))):
-        copy_rows(smem.codes.index(step), operands.codes + step * STEP, offsets)
+        copy_rows(smem.codes.index(step).slice(0, TOKENS), operands.codes + step * STEP, offsets)
         async_copy.mbarrier_arrive(smem.codes_full.index(step), increment_count=False)
     for step in range(STAGES, STEPS):
         wait_multiplied(smem, step - STAGES, W_STAGES)
-        copy_rows(smem.codes.index(step % STAGES), operands.codes + step * STEP, offsets)
+        copy_rows(smem.codes.index(step % STAGES).slice(0, TOKENS), operands.codes + step * STEP, offsets)
         async_copy.mbarrier_arrive(smem.codes_full.index(step % STAGES), increment_count=False)
 
 
@@ -105,10 +105,11 @@ def load_weight_factors(operands, STEPS: gl.constexpr, LINE: gl.constexpr, PADDE
 
 @gluon.jit
 def hold_factors(
-    operands, both, by_weight, STEPS: gl.constexpr, TOKENS: gl.constexpr, TABLE: gl.constexpr, PADDED: gl.constexpr
+    operands, both, by_weight, STEPS: gl.constexpr, ROWS: gl.constexpr, TABLE: gl.constexpr, PADDED: gl.constexpr
 ):  # fmt: skip
-    """Products of both factors of every step and token, in shared memory."""
-    token = gl.minimum(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, TABLE)), operands.tokens - 1).to(gl.int64)
+    """Products of both factors of every step and row of codes, in shared memory."""
+    row = operands.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TABLE))
+    token = gl.minimum(row, operands.tokens - 1).to(gl.int64)
     step = gl.expand_dims(gl.arange(0, PADDED, layout=gl.SliceLayout(0, TABLE)), 0)
     place = gl.expand_dims(token * operands.scale_stride, 1) + step
     live = step + gl.expand_dims(token * 0, 1) < STEPS
@@ -186,16 +187,18 @@ def multiply(
     WARPS: gl.constexpr, SWAPPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The role that multiplies, adds and stores."""
-    ROWS: gl.constexpr = STEP if SWAPPED else TOKENS
-    COLUMNS: gl.constexpr = TOKENS if SWAPPED else STEP
+    RANKS: gl.constexpr = smem.w.type.shape[1]
+    CODES: gl.constexpr = smem.codes.type.shape[1]
+    ROWS: gl.constexpr = RANKS if SWAPPED else CODES
+    COLUMNS: gl.constexpr = CODES if SWAPPED else RANKS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 32])
     TABLE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, WARPS], [1, 0])
     PADDED: gl.constexpr = smem.both.type.shape[0]
     by_weight = load_weight_factors(operands, STEPS, gl.SliceLayout(0, TABLE), PADDED)
     wait_prior_grid(PDL)
     launch_dependents(PDL)
-    table = reinterpret(smem.both, gl.float32, [PADDED, TOKENS], TABLE_S)
-    hold_factors(operands, table, by_weight, STEPS, TOKENS, TABLE, PADDED)
+    table = reinterpret(smem.both, gl.float32, [PADDED, CODES], TABLE_S)
+    hold_factors(operands, table, by_weight, STEPS, CODES, TABLE, PADDED)
     barrier()
 
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=SUMS)
@@ -206,22 +209,24 @@ def multiply(
     if STEPS % UNROLL:
         last: gl.constexpr = STEPS // UNROLL * UNROLL
         acc, even, odd = multiply_steps(smem, acc, even, odd, last, STEPS % UNROLL, W_STAGES, STAGES, SWAPPED)
-    store(operands, result, acc, TOKENS, WARPS, SWAPPED)
+    if SWAPPED:
+        acc = gl.permute(acc, (1, 0))
+    store(operands, result, acc, TOKENS, WARPS)
 
 
 @gluon.jit
-def store(operands, result, acc, TOKENS: gl.constexpr, WARPS: gl.constexpr, SWAPPED: gl.constexpr):
-    """Write the products, each thread sixteen bytes of a row."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    x = acc.to(result.out.dtype.element_ty)
-    if SWAPPED:
-        x = gl.permute(x, (1, 0))
-    x = gl.convert_layout(x, WIDE)
-    row = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, WIDE))
-    column = gl.arange(0, STEP, layout=gl.SliceLayout(0, WIDE))
-    place = gl.expand_dims(row.to(gl.int64) * result.stride, 1) + gl.expand_dims(column, 0)
+def store(operands, result, acc, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    """Write the products of the first TOKENS rows, each thread sixteen bytes of a row."""
+    RANKS: gl.constexpr = acc.type.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // RANKS, RANKS // 8], [WARPS, 1], [1, 0])
+    x = gl.convert_layout(acc.to(result.out.dtype.element_ty), WIDE)
+    row = gl.arange(0, acc.type.shape[0], layout=gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, RANKS, layout=gl.SliceLayout(0, WIDE))
+    token = operands.first + row
+    place = gl.expand_dims(token.to(gl.int64) * result.stride, 1) + gl.expand_dims(column, 0)
     to = gl.multiple_of(result.out + place, [1, 16])
-    gl.store(to, x, mask=gl.expand_dims(row < operands.tokens, 1) & (gl.expand_dims(column, 0) >= 0))
+    live = (row < TOKENS) & (token < operands.tokens)
+    gl.store(to, x, mask=gl.expand_dims(live, 1) & (gl.expand_dims(column, 0) >= 0))
 
 
 @stable_gluon
@@ -234,33 +239,37 @@ def project_few_kernel(
     tokens: tl.int32, token_stride: tl.int64, group_stride: tl.int64, scale_stride: tl.int64,
     scale_group_stride: tl.int64, w_stride: tl.int64, w_scale_stride: tl.int64, w_scale_step: tl.int64,
     out_stride: tl.int64, out_group_stride: tl.int64,
-    RANK: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, W_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, SWAPPED: gl.constexpr, COPY: gl.constexpr, PDL: gl.constexpr,
+    RANK: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, RANKS: gl.constexpr, W_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, SWAPPED: gl.constexpr, COPY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups * RANK / 128,): a tile of one group's product, as of `project_codes_kernel`, for at most TOKENS.
+    """Grid: (groups * ceil(tokens / TOKENS) * RANK / RANKS,): a tile of one group's product, as `project_codes_kernel`.
 
     W_STAGES, STAGES: steps of weights and of codes in shared memory; at most as many of codes. WARPS multiply. SWAPPED:
-    weights are the left operand. COPY: registers of a thread that copies.
+    weights are the left operand, which has 64 rows or more: otherwise the rows of codes past TOKENS hold anything, and
+    their products are not stored. COPY: registers of a thread that copies.
     Weights are read before the kernels before this one have ended. So the kernel directly before this one must wait for
     those before it before it lets this one begin, as quantisation does: whatever wrote the weights has ended then.
     """
     STEPS: gl.constexpr = K // STEP
     PADDED: gl.constexpr = tl.constexpr(1 << (K // 128 - 1).bit_length())
-    rank_tiles: gl.constexpr = RANK // STEP
-    group = (gl.program_id(0) // rank_tiles).to(gl.int64)
-    first = gl.program_id(0) % rank_tiles * STEP
+    CODES_ROWS: gl.constexpr = TOKENS if SWAPPED or TOKENS > 64 else 64
+    rank_tiles: gl.constexpr = RANK // RANKS
+    token_tiles = gl.cdiv(tokens, TOKENS)
+    tile = gl.program_id(0) // rank_tiles
+    group = (tile // token_tiles).to(gl.int64)
+    first = gl.program_id(0) % rank_tiles * RANKS
     row = group * RANK + first
     code = gl.pointer_type(gl.float8e4nv)
     operands = Operands(
         codes=(CODES + group * group_stride).to(code, bitcast=True), w=(W + row * w_stride).to(code, bitcast=True),
-        scales=SCALES + group * scale_group_stride, w_scales=W_SCALES + row // STEP * w_scale_stride, tokens=tokens,
-        token_stride=token_stride, scale_stride=scale_stride, w_stride=w_stride, w_step=w_scale_step,
+        scales=SCALES + group * scale_group_stride, w_scales=W_SCALES + row // STEP * w_scale_stride,
+        first=tile % token_tiles * TOKENS, tokens=tokens, token_stride=token_stride, scale_stride=scale_stride, w_stride=w_stride, w_step=w_scale_step,
     )  # fmt: skip
     result = Result(out=OUT + group * out_group_stride + first, stride=out_stride)
     smem = Smem(
-        w=gl.allocate_shared_memory(gl.float8e4nv, [W_STAGES, STEP, STEP], CODES_S),
-        codes=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, STEP], CODES_S),
-        both=gl.allocate_shared_memory(gl.float32, [PADDED, TOKENS], FLAT_S),
+        w=gl.allocate_shared_memory(gl.float8e4nv, [W_STAGES, RANKS, STEP], CODES_S),
+        codes=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, CODES_ROWS, STEP], CODES_S),
+        both=gl.allocate_shared_memory(gl.float32, [PADDED, CODES_ROWS], FLAT_S),
         w_full=barriers(W_STAGES, 32 * COPY_WARPS), codes_full=barriers(STAGES, 32 * COPY_WARPS),
         multiplied=barriers(W_STAGES, 1),
     )  # fmt: skip
@@ -268,7 +277,7 @@ def project_few_kernel(
     gl.warp_specialize(
         [
             (multiply, (operands, result, smem, STEPS, W_STAGES, STAGES, TOKENS, WARPS, SWAPPED, PDL)),
-            (copy_weights, (operands, smem, STEPS, W_STAGES)),
+            (copy_weights, (operands, smem, RANKS, STEPS, W_STAGES)),
             (copy_codes, (operands, smem, STEPS, W_STAGES, STAGES, TOKENS, PDL)),
         ],
         worker_num_warps=[COPY_WARPS, COPY_WARPS],

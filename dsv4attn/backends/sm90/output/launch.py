@@ -26,12 +26,12 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 
 STEP = 128
-"""Columns that have one scale, and ranks of a tile."""
+"""Columns, and ranks, that have one scale."""
 
 
 @frozen
 class Few:
-    """How at most `tokens` tokens are multiplied.
+    """How few tokens are multiplied: `tokens` and `ranks` in a tile.
 
     w_stages, stages: steps of weights and of codes that a program has in shared memory. swapped: whether weights are
     the left operand. registers: of a thread when the program begins, few enough that it begins while the kernel before
@@ -39,6 +39,7 @@ class Few:
     """
 
     tokens: int
+    ranks: int
     w_stages: int
     stages: int
     registers: int
@@ -48,7 +49,7 @@ class Few:
     @property
     def warps(self) -> int:
         """Warps that multiply."""
-        return (STEP if self.swapped else self.tokens) // 16
+        return (self.ranks if self.swapped else max(self.tokens, 64)) // 16
 
 
 @frozen
@@ -62,6 +63,7 @@ class Many:
     tokens: int
     stages: int
     registers: int = 224
+    ranks: int = STEP
 
     @property
     def later(self) -> int:
@@ -69,37 +71,21 @@ class Many:
         return self.stages - (3 if self.tokens == 128 else 2)
 
 
-FEW = Few(16, 12, 8, registers=72, swapped=True), Few(64, 8, 8, registers=128)
-FEWEST_RANKS, WIDEST = 8192, 8192
+FEW = (
+    Few(16, 64, 20, 16, registers=72, swapped=True),
+    Few(32, 64, 20, 12, registers=72, swapped=True),
+    Few(16, 128, 12, 8, registers=72, swapped=True),
+    Few(64, 64, 16, 8, registers=96),
+    Few(64, 128, 8, 8, registers=128),
+)
+FEWEST_RANKS, WIDEST = 1024, 8192
 """For products of fewer ranks of all groups, or of more columns, the kernel for few tokens was not measured."""
 MANY = Many(128, 6), Many(256, 4)
 FEWEST = 193 * 8192
-"""Tokens times ranks that the kernel for many tokens multiplies, at least.
+"""Tokens times ranks that the kernel for many tokens multiplies, at least; half of it for at most 128 tokens and for 384
+or more.
 
-H100, torch 2.11, Triton 3.6, 2026-11-28, weights not in L2. Up to 512 tokens: us of a launch that follows the
-quantisation of its outputs, which is not counted; more: of a launch by itself.
-
-| model, tokens | FEW | MANY, 128 tokens | MANY, 256 tokens | shared kernel |
-|---|---|---|---|---|
-| Flash, 1 | 14.3 | | | 15.3 |
-| Flash, 8 | 14.3 | | | 15.5 |
-| Flash, 16 | 13.2 | | | 17.3 |
-| Flash, 32 | 15.2 | | | 17.8 |
-| Flash, 64 | 15.9 | | | 17.4 |
-| Pro, 8 | 28.2 | | | 28.7 |
-| Pro, 64 | 30.8 | | | 32.7 |
-| Flash, 128 | | 21.5 | | 21.9 |
-| Flash, 192 | | 26.8 | 33.6 | 26.4 |
-| Flash, 256 | | 24.7 | 35.0 | 30.7 |
-| Flash, 512 | | 37.1 | 36.2 | 50.7 |
-| Flash, 1,024 | | 76.4 | 69.9 | 91.8 |
-| Flash, 2,048 | | 173.8 | 140.0 | 212.4 |
-| Flash, 8,192 | | 558.2 | 511.8 | 661.5 |
-| Pro, 256 | | 44.4 | 42.4 | 55.4 |
-| Pro, 2,048 | | 293.0 | 264.0 | 351.4 |
-
-The kernel for tiles of 256 tokens was changed afterwards: Flash, 512 tokens 36.2, 2,048 tokens 137, 8,192 tokens 534.
-For 768 tokens tiles of 128 take 54.6 us, of 256 tokens 66.6, and the shared kernel 71.4.
+Measured by groups and tokens: docs/kernel-notes.md, "Output projection with fp8 codes".
 """
 
 
@@ -108,19 +94,27 @@ def form_of(tokens: int, ranks: int, width: int, programs: int) -> Few | Many | 
 
     ranks: of all groups. width: columns of a group. programs: that run at once.
     """
-    if tokens <= FEW[-1].tokens:
-        few = next(form for form in FEW if tokens <= form.tokens)
-        return few if ranks >= FEWEST_RANKS and width <= WIDEST else None
+    for few in _few(ranks, width):
+        if _tiles(tokens, ranks, few) <= programs and (tokens <= few.tokens or not few.swapped or ranks <= 2048):
+            return few
     small, large = MANY
-    if tokens * ranks < FEWEST or width < STEP * small.stages:
+    fewest = FEWEST if small.tokens < tokens < 384 else FEWEST // 2
+    if tokens * ranks < fewest or width < STEP * small.stages:
         return None
     # most tiles of a program; a small tile takes a little more than half as long
     rounds, large_rounds = (-(-_tiles(tokens, ranks, form) // programs) for form in (small, large))
     return small if 2 * rounds <= 3 * large_rounds and width % (2 * STEP) == 0 else large
 
 
+def _few(ranks: int, width: int) -> tuple[Few, ...]:
+    """Forms for few tokens. The first is taken of which each tile has a multiprocessor of its own."""
+    if ranks < FEWEST_RANKS or width > WIDEST:
+        return ()
+    return (*(FEW[:1] if ranks <= 2048 else FEW[:2] if ranks <= 4096 else FEW[2:3]), *FEW[3:])
+
+
 def _tiles(tokens: int, ranks: int, form: Few | Many) -> int:
-    return -(-tokens // form.tokens) * (ranks // STEP)
+    return -(-tokens // form.tokens) * (ranks // form.ranks)
 
 
 def multiply_codes(
@@ -188,7 +182,7 @@ def constants_of(form: Few | Many, rank: int, width: int) -> dict[str, Any]:
     if isinstance(form, Many):
         return {**shape, "BLOCK_M": form.tokens, "LATER": form.later, "REGS": form.registers}
     roles = {"WARPS": form.warps, "SWAPPED": form.swapped, "COPY": form.copying}
-    return {**shape, **roles, "TOKENS": form.tokens, "W_STAGES": form.w_stages}
+    return {**shape, **roles, "TOKENS": form.tokens, "RANKS": form.ranks, "W_STAGES": form.w_stages}
 
 
 def options_of(form: Few | Many) -> dict[str, Any]:
@@ -202,8 +196,9 @@ def variants(bounds: WarmupSpec, layer: LayerGeometry) -> None:
     rank, groups, width = bounds.o_lora_rank, bounds.num_groups, layer.num_heads // bounds.num_groups * layer.head_dim
     if STEP not in bounds.wo_a_blocks or layer.head_dim % STEP:
         return
-    for form in forms(rank * groups, width) if serves(*_meta_operands(groups, rank, width, bounds.q_dtype)) else ():
-        variants_of(form, groups, rank, width)
+    if serves(*_meta_operands(groups, rank, width, bounds.q_dtype)):
+        for form in forms(rank * groups, width, multiprocessors()):
+            variants_of(form, groups, rank, width)
 
 
 @recorded
@@ -228,8 +223,8 @@ def _meta_operands(
     return codes, scales, BlockScaledWeight(weight, factors, block_size=(STEP, STEP)), out
 
 
-def forms(ranks: int, width: int) -> list[Few | Many]:
+def forms(ranks: int, width: int, programs: int) -> list[Few | Many]:
     """All forms that products of so many ranks of all groups can have."""
-    few = FEW if ranks >= FEWEST_RANKS and width <= WIDEST else ()
+    few = [form for form in _few(ranks, width) if _tiles(1, ranks, form) <= programs]
     many = [form for form in MANY if width >= STEP * MANY[0].stages and (form is MANY[1] or width % (2 * STEP) == 0)]
     return [*few, *many]

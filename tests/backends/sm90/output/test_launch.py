@@ -119,8 +119,7 @@ class TestOnDevice:
     @pytest.mark.parametrize(
         ("form", "tokens"),
         [
-            *((FEW[0], tokens) for tokens in (1, 2, 9, 16)),
-            *((FEW[1], tokens) for tokens in (1, 17, 33, 63, 64)),
+            *((form, tokens) for form in FEW for tokens in (1, 2, 9, 16, 17, 33, 64, 65, 200)),
             *((form, tokens) for form in MANY for tokens in (1, 65, 127, 128, 129, 256, 300, 513, 1000)),
         ],
     )
@@ -242,7 +241,7 @@ def test_every_form_that_may_be_chosen_is_compiled_before() -> None:
         for width in (128, 640, 768, 1152, 4096, 8192, 8320):
             counts = [*range(1, 1100, 3), 2048, 5000, 10_000]
             found = {output.form_of(tokens, ranks, width, H100) for tokens in counts}
-            assert found - {None} == {*output.forms(ranks, width)}
+            assert found - {None} == {*output.forms(ranks, width, H100)}
 
 
 @pytest.fixture
