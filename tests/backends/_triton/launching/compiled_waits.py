@@ -21,6 +21,7 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense
 from dsv4attn.backends._triton.launching.recorded import meta_cache
+from dsv4attn.backends._triton.layer.compressor import launch as compress
 from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
 from dsv4attn.backends._triton.layer.projections import output
 from dsv4attn.backends._triton.tuning import HOPPER
@@ -38,6 +39,8 @@ def forms(arch: str) -> Iterator[Variant]:
     record = KVCacheLayout.fp8_ds_mla()
     yield next(form for form in dense.variants(arch=arch) if form.name == "translate_kernel")
     yield from islice(insert.variants(record, 64, BF16, arch=arch), 3)
+    for ratio in (4, 33):
+        yield from compress.variants(record, ratio, 64, overlap=ratio == 4, arch=arch)
     projections = [*output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)]
     yield from projections[:2]
     yield from [form for form in projections if dict(form.constants).get("AHEAD")][:1]

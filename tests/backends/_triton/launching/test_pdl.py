@@ -33,16 +33,21 @@ def test_every_kernel_of_a_step_waits_before_it_touches_memory_on_sm_90(waits_by
 
     assert {name.split()[-1] for name in on} >= {
         "attention",
+        "compress_kernel",
         "insert_kernel",
         "mix_kernel",
+        "pool_kernel",
         "project_codes_kernel",
         "qnorm_rope_kv_insert_kernel",
         "quantize_output_kernel",
         "reduce",
+        "save_kernel",
         "translate_kernel",
     }
     for name, form in on.items():
-        assert (form["waits"], form["lets"], form["early"], form["option"]) == (True, 1, 0, True), name
+        # this one at its end, and of few tokens before
+        lets = 2 if name.endswith(" compress_kernel") else 1
+        assert (form["waits"], form["lets"], form["early"], form["option"]) == (True, lets, 0, True), name
         assert form["accesses"] > 0, name
         # 512 bytes of each row at a time, of 64 rows or more
         assert (form["ahead"], form["late"]) == (form["asked"] // 512, 0), name

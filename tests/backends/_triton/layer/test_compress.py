@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer.compressor import launch as compress
 from dsv4attn.backends.reference import kernels as reference
@@ -356,6 +357,35 @@ def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout, rat
         assert set(seen) <= known
         assert usual <= known
         assert seed or set(seen) <= usual
+
+
+@pytest.mark.device
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs an accelerator with graphs")
+@pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (128, False)])
+def test_launches_that_overlap_write_what_launches_one_by_one_write(ratio: int, overlap: bool) -> None:
+    """Each reads what the one before it writes, and the next one writes what it reads."""
+    step, count = Entries(LAYOUTS[3], ratio, overlap, requests=9), 40
+    pages, norm = StatePages(step.states, step.table), EntryNorm(step.weight, step.eps, step.angles)
+    slots = step.table[step.request.long(), step.positions // step.size] * step.size + step.positions % step.size
+    both = torch.randn(count, 2, len(slots), step.width, generator=seeded(1)).to(DEVICE)
+    ape = torch.zeros(ratio, step.width, device=DEVICE)
+
+    def run(caches: list[PagedKVCache], wait: Callable[[], object]) -> None:
+        for (kv, score), cache in zip(both.unbind(), caches, strict=True):
+            compress.save_partial_states(kv, score, ape, step.positions, step.states, slots)
+            wait()
+            tables = step.request, step.positions, step.slots
+            compress.compress_norm_rope_store(pages, *tables, norm, ratio, cache, overlap=overlap)
+            wait()
+
+    expected, caches, graph = [step.cache() for _ in both], [step.cache() for _ in both], torch.cuda.CUDAGraph()
+    run(expected, torch.cuda.synchronize)
+    with torch.cuda.graph(graph):
+        run(caches, lambda: None)
+    graph.replay()
+
+    assert all(map(torch.equal, map(memory, caches), map(memory, expected)))
+    assert not torch.equal(memory(caches[0]), memory(caches[1]))
 
 
 def change_constants(monkeypatch: pytest.MonkeyPatch, function: str = "_compress_constants", **changes: Any) -> None:

@@ -15,6 +15,12 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.cache.forms import PageNumbers, TableNumbers
 from dsv4attn.backends._triton.cache.kernels_insert import encode, pack_pairs
+from dsv4attn.backends._triton.launching.kernels_pdl import (
+    launch_dependents,
+    launch_dependents_of_few,
+    wait_prior_grid,
+    wait_then_launch_dependents,
+)
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import FP8, rotate, round_to, scale_of_byte
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
@@ -29,12 +35,13 @@ def save_kernel(
     CACHE,  # pages of fp32 rows [2 * WIDTH]
     SLOTS,  # [n] int64
     n: tl.int32, ratio: tl.int32, kv_stride: tl.int64, score_stride: tl.int64, ape_stride: tl.int64, pages: PageNumbers,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n / TOKENS,): each program saves the states of TOKENS tokens.
 
     ROW_ALIGNED, ALIGNED: bytes that divide the address of every row of KV, SCORE and APE, and of every state.
     """
+    wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     given = token < n
     column = tl.arange(0, next_power_of_2(WIDTH))
@@ -236,13 +243,14 @@ def pool_kernel(
     SLOTS,  # [n] int64, of entries
     POOLED,  # [n, dim] fp32
     n: tl.int32, tokens: tl.int32, table: TableNumbers, states: PageNumbers, inverse: tl.int64, pages: PageNumbers,
-    POOL: tl.constexpr, TOKENS: tl.constexpr,
+    POOL: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n / tokens * dim / block,): each program pools POOL.block dims of the entries that its tokens complete.
 
     They are stored, before their norm, at the rows of POOLED of their tokens; no other row is written. `tokens` is at
     most TOKENS. inverse: 2^48 / `states.block_size`, rounded up. pages: of entries.
     """
+    wait_then_launch_dependents(PDL)
     slices: tl.constexpr = cdiv(POOL.dim, POOL.block)
     start = (tl.program_id(0) // slices).to(tl.int64) * tokens
     dim = tl.program_id(0) % slices * POOL.block + tl.arange(0, POOL.block)
@@ -270,13 +278,15 @@ def compress_kernel(
     CACHE,  # pages: uint8, or bf16 or fp32 where entries are plain rows
     n: tl.int32, tokens: tl.int32, eps: tl.float32, table: TableNumbers, states: PageNumbers, inverse: tl.int64,
     num_positions: tl.int64, angle_stride: tl.int64, pages: PageNumbers,
-    POOL: tl.constexpr, ENTRY: tl.constexpr, TOKENS: tl.constexpr,
+    POOL: tl.constexpr, ENTRY: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n / tokens,): each program makes the entries that its tokens complete, which are at most TOKENS.
 
     With POOLED entries are normalised, rotated and stored, and no state is read. `tokens` is at most TOKENS. Numbers
     are those of `pool_kernel`. ENTRY: an `EntryForm`.
     """
+    wait_prior_grid(PDL)
+    launch_dependents_of_few(n, 0, PDL)
     start = tl.program_id(0).to(tl.int64) * tokens
     index, request, completes = completing(start, n, tokens, POSITIONS, SLOTS, REQUESTS, pages, POOL.ratio, TOKENS)
     found = tl.min(tl.where(completes, index, TOKENS), 0)
@@ -294,3 +304,4 @@ def compress_kernel(
         x = x * tl.rsqrt(tl.sum(x * x, 0) / ENTRY.dim + eps) * weight
         store_entry(x, dim, live, turned, cos, sin, CACHE, slot, pages, ENTRY)
         found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)
+    launch_dependents(PDL)

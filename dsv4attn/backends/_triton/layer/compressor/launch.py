@@ -22,7 +22,9 @@ from dsv4attn.backends._triton.cache.records import (
     writer_form,
 )
 from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.layer.compressor.forms import EntryForm, PoolForm
@@ -100,8 +102,8 @@ def save_partial_states(
     check_strides(kv=kv, score=score, ape=ape, positions=positions, slot_mapping=slot_mapping)
     tokens = min(kv.shape[0], slot_mapping.shape[0])
     memory = cache.memory
-    records = alignment_of_records(cache.layout, memory)
-    constants = _save_constants(kv.shape[1], alignment_of_rows(kv, score, ape), records)
+    facts = alignment_of_rows(kv, score, ape), alignment_of_records(cache.layout, memory), architecture()
+    constants = _save_constants(kv.shape[1], *facts)
     launch(
         save_kernel,
         (cdiv(tokens, constants["TOKENS"]),),
@@ -202,10 +204,14 @@ def _pool(
     )  # fmt: skip
 
 
+def _overlap(arch: str) -> dict[str, bool]:
+    return {"PDL": uses_pdl(arch) and not INTERPRETED}
+
+
 @cached
-def _save_constants(width: int, rows: int, records: int) -> Constants:
+def _save_constants(width: int, rows: int, records: int, arch: str) -> Constants:
     tokens = max(SAVE_TILE // next_power_of_2(width), 1)
-    return Constants({"WIDTH": width, "TOKENS": tokens, "ROW_ALIGNED": rows, "ALIGNED": records})
+    return Constants({"WIDTH": width, "TOKENS": tokens, "ROW_ALIGNED": rows, "ALIGNED": records, **_overlap(arch)})
 
 
 @cached
@@ -219,7 +225,8 @@ def _compress_constants(
         window, states = 1, 1
     pool = pool_for(window, size, states, arch)
     form = PoolForm(layout.head_dim, ratio, overlap, pool.rows, pool.lanes, 1, size, states)
-    return Constants({"POOL": form, "ENTRY": entry, "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS)}), pool.warps
+    tokens = min(next_power_of_2(ratio), MOST_TOKENS)
+    return Constants({"POOL": form, "ENTRY": entry, "TOKENS": tokens, **_overlap(arch)}), pool.warps
 
 
 def entry_form(layout: KVCacheLayout, rope: int, ratio: int, records: int) -> EntryForm:
@@ -254,7 +261,7 @@ def _pool_constants(dim: int, ratio: int, arch: str, *, overlap: bool) -> tuple[
     tiles = min(next_power_of_2(cdiv(window, LONG.rows * LONG.lanes)), POOL_TILES)
     threads = 64 if arch.startswith("gfx9") else 32
     form = PoolForm(dim, ratio, overlap, LONG.rows, LONG.lanes, tiles, block, 1)
-    constants = Constants({"POOL": form, "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS)})
+    constants = Constants({"POOL": form, "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS), **_overlap(arch)})
     return constants, max(block * LONG.lanes // threads, 1)
 
 
