@@ -73,8 +73,8 @@ class Many:
 
 FEW = (
     Few(16, 64, 20, 16, registers=72, swapped=True),
-    Few(32, 64, 20, 12, registers=72, swapped=True),
     Few(16, 128, 12, 8, registers=72, swapped=True),
+    Few(32, 64, 20, 12, registers=72, swapped=True),
     Few(64, 64, 16, 8, registers=96),
     Few(64, 128, 8, 8, registers=128),
 )
@@ -106,11 +106,13 @@ def form_of(tokens: int, ranks: int, width: int, programs: int) -> Few | Many | 
     return small if 2 * rounds <= 3 * large_rounds and width % (2 * STEP) == 0 else large
 
 
+@cache
 def _few(ranks: int, width: int) -> tuple[Few, ...]:
     """Forms for few tokens. The first is taken of which each tile has a multiprocessor of its own."""
     if ranks < FEWEST_RANKS or width > WIDEST:
         return ()
-    return (*(FEW[:1] if ranks <= 2048 else FEW[:2] if ranks <= 4096 else FEW[2:3]), *FEW[3:])
+    first, second, *others = FEW
+    return (first if ranks <= 4096 else second, *(others if ranks > 2048 else others[1:]))
 
 
 def _tiles(tokens: int, ranks: int, form: Few | Many) -> int:
