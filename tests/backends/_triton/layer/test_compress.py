@@ -361,10 +361,10 @@ def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout, rat
 
 @pytest.mark.device
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs an accelerator with graphs")
-@pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (128, False)])
-def test_launches_that_overlap_write_what_launches_one_by_one_write(ratio: int, overlap: bool) -> None:
-    """Each reads what the one before it writes, and the next one writes what it reads."""
-    step, count = Entries(LAYOUTS[3], ratio, overlap, requests=9), 40
+@pytest.mark.parametrize(("ratio", "overlap", "requests"), [(4, True, 1), (4, True, 9), (128, False, 9)])
+def test_launches_that_overlap_write_what_launches_one_by_one_write(ratio: int, overlap: bool, requests: int) -> None:
+    """Each reads what the one before it writes, and the next one writes what it reads; of few tokens and of many."""
+    step, count = Entries(LAYOUTS[3], ratio, overlap, requests=requests), 40
     pages, norm = StatePages(step.states, step.table), EntryNorm(step.weight, step.eps, step.angles)
     slots = step.table[step.request.long(), step.positions // step.size] * step.size + step.positions % step.size
     both = torch.randn(count, 2, len(slots), step.width, generator=seeded(1)).to(DEVICE)
