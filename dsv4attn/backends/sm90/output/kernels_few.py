@@ -263,7 +263,8 @@ def project_few_kernel(
     operands = Operands(
         codes=(CODES + group * group_stride).to(code, bitcast=True), w=(W + row * w_stride).to(code, bitcast=True),
         scales=SCALES + group * scale_group_stride, w_scales=W_SCALES + row // STEP * w_scale_stride,
-        first=tile % token_tiles * TOKENS, tokens=tokens, token_stride=token_stride, scale_stride=scale_stride, w_stride=w_stride, w_step=w_scale_step,
+        first=tile % token_tiles * TOKENS, tokens=tokens, token_stride=token_stride, scale_stride=scale_stride,
+        w_stride=w_stride, w_step=w_scale_step,
     )  # fmt: skip
     result = Result(out=OUT + group * out_group_stride + first, stride=out_stride)
     smem = Smem(

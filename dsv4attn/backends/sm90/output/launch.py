@@ -74,7 +74,7 @@ class Many:
 FEW = (
     Few(16, 64, 20, 16, registers=72, swapped=True),
     Few(16, 128, 12, 8, registers=72, swapped=True),
-    Few(32, 64, 20, 12, registers=72, swapped=True),
+    Few(32, 64, 20, 12, registers=80, swapped=True),
     Few(64, 64, 16, 8, registers=96),
     Few(64, 128, 8, 8, registers=128),
 )
@@ -82,8 +82,7 @@ FEWEST_RANKS, WIDEST = 1024, 8192
 """For products of fewer ranks of all groups, or of more columns, the kernel for few tokens was not measured."""
 MANY = Many(128, 6), Many(256, 4)
 FEWEST = 193 * 8192
-"""Tokens times ranks that the kernel for many tokens multiplies, at least; half of it for at most 128 tokens and for 384
-or more.
+"""Tokens times ranks that the kernel for many tokens multiplies, at least. Half of it for up to 128 tokens, or 384.
 
 Measured by groups and tokens: docs/kernel-notes.md, "Output projection with fp8 codes".
 """
@@ -106,7 +105,6 @@ def form_of(tokens: int, ranks: int, width: int, programs: int) -> Few | Many | 
     return small if 2 * rounds <= 3 * large_rounds and width % (2 * STEP) == 0 else large
 
 
-@cache
 def _few(ranks: int, width: int) -> tuple[Few, ...]:
     """Forms for few tokens. The first is taken of which each tile has a multiprocessor of its own."""
     if ranks < FEWEST_RANKS or width > WIDEST:

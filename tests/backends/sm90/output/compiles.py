@@ -1,7 +1,7 @@
 """Hopper's own kernels of the output projection in fp8, compiled: limits that their forms break, as JSON.
 
-Without words, those of Flash whose weights have scales in fp32; with "every", all; with "planted", one whose roles that
-multiply have too few registers. A program of its own, since a process that interprets kernels cannot compile them.
+With the word "planted", of a form whose roles that multiply have too few registers. A program of its own, since a
+process that interprets kernels cannot compile them.
 """
 
 from __future__ import annotations
@@ -77,10 +77,5 @@ def read(form: Variant) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    if "planted" in sys.argv:
-        variants = planted()
-    elif "every" in sys.argv:
-        variants = iter((*foreseen("flash"), *foreseen("pro"), *narrow()))
-    else:
-        variants = (form for form in foreseen("flash") if dict(form.types)["W_SCALES"] == "*fp32")
-    print(json.dumps([read(form) for form in dict.fromkeys(variants)]))
+    every = (*foreseen("flash"), *foreseen("pro"), *narrow())
+    print(json.dumps([read(form) for form in (planted() if "planted" in sys.argv else dict.fromkeys(every))]))
