@@ -21,9 +21,11 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense
 from dsv4attn.backends._triton.launching.recorded import meta_cache
+from dsv4attn.backends._triton.layer.compressor import latents
 from dsv4attn.backends._triton.layer.compressor import launch as compress
 from dsv4attn.backends._triton.layer.hyper_connections import launch as hyper_connections
-from dsv4attn.backends._triton.layer.projections import output
+from dsv4attn.backends._triton.layer.indexer import query
+from dsv4attn.backends._triton.layer.projections import norms, output
 from dsv4attn.backends._triton.tuning import HOPPER
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
@@ -41,6 +43,11 @@ def forms(arch: str) -> Iterator[Variant]:
     yield from islice(insert.variants(record, 64, BF16, arch=arch), 3)
     for ratio in (4, 33):
         yield from compress.variants(record, ratio, 64, overlap=ratio == 4, arch=arch)
+    keys = KVCacheLayout.index_fp8()
+    yield from query.variants(keys, 32, 64, BF16, arch=arch)
+    yield from norms.variants(1536, 512, BF16, (BF16,), arch=arch)[:1]
+    yield from latents.latent_variants(128, 2, norms=(BF16,), arch=arch)
+    yield from latents.variants(keys, 2, 64, BF16, (BF16,), arch=arch)
     projections = [*output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)]
     yield from projections[:2]
     yield from [form for form in projections if dict(form.constants).get("AHEAD")][:1]

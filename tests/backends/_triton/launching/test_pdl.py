@@ -34,14 +34,19 @@ def test_every_kernel_of_a_step_waits_before_it_touches_memory_on_sm_90(waits_by
     assert {name.split()[-1] for name in on} >= {
         "attention",
         "compress_kernel",
+        "index_query_kernel",
         "insert_kernel",
+        "latent_kernel",
         "mix_kernel",
+        "norm_kernel",
         "pool_kernel",
         "project_codes_kernel",
         "qnorm_rope_kv_insert_kernel",
         "quantize_output_kernel",
         "reduce",
+        "ring_kernel",
         "save_kernel",
+        "store_kernel",
         "translate_kernel",
     }
     for name, form in on.items():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer.compressor import latents
 from dsv4attn.backends._triton.layer.ops import layer_ops
@@ -258,6 +259,40 @@ def test_warm_up_foresees_every_form_that_is_launched(aligned: bool) -> None:
                 *latents.variants(*arguments, aligned=aligned, aligned_rows=aligned),
             }
             assert set(seen) <= promised
+
+
+@pytest.mark.device
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs an accelerator with graphs")
+def test_launches_that_overlap_give_what_the_definition_gives() -> None:
+    """Steps of one token a request in a graph, where each launch reads what the ones before it write."""
+    layout, count = KVCacheLayout.v41_fp4(), 20
+    dim, norm = layout.head_dim, EntryNorm(None, 0.0, Store(layout, 2).angles)
+    weight, request = torch.ones(dim, device=DEVICE), torch.arange(3, dtype=torch.int32, device=DEVICE)
+    both = torch.randn(count, 2, 3, dim, generator=seeded(1)).to(DEVICE)
+    positions = torch.arange(count, device=DEVICE)[:, None].repeat(1, 3)
+    slots = torch.arange(3 * count, device=DEVICE).view(count, 3)
+    table = torch.arange(6, dtype=torch.int32, device=DEVICE).view(3, 2)
+
+    def run(compress: Callable[..., Tensor]) -> tuple[list[Tensor], PagedKVCache]:
+        states = StatePages(PagedKVCache.allocate(KVCacheLayout.compressor_state(dim), 6, 2, DEVICE), table)
+        cache, outs = PagedKVCache.allocate(layout, 3, count, DEVICE), []
+        for (kv, score), places, its in zip(both, positions, slots, strict=True):
+            outs.append(compress(kv, score, places, request, weight, 1e-20, 2, states))
+            latents.norm_rope_store(outs[-1], places, its, norm, 2, cache)
+        return outs, cache
+
+    (expected, _), (first, _) = run(TORCH.compress_latents), run(latents.compress_latents)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs, cache = run(latents.compress_latents)
+    graph.replay()
+
+    stored = PagedKVCache.allocate(layout, 3, count, DEVICE)
+    for out, eager, right, *where in zip(outs, first, expected, positions, slots, strict=True):
+        near(out, right)
+        assert torch.equal(out, eager)
+        TORCH.norm_rope_store(out, *where, norm, 2, stored)
+    assert torch.equal(memory(cache), memory(stored))
 
 
 # mutants

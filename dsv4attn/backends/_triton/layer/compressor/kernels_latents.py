@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.cache.forms import PageNumbers, TableNumbers
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.compressor.kernels import places_of, store_entry
 from dsv4attn.backends._triton.numerics import round_to
@@ -43,7 +44,7 @@ def latent_kernel(
     OUT,  # [n, D] bf16, dense
     kv_stride: tl.int64, score_stride: tl.int64, eps: tl.float32, table: TableNumbers, states: PageNumbers,
     D: tl.constexpr, RATIO: tl.constexpr, ROW_ALIGNED: tl.constexpr, STATES_ALIGNED: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
+    EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): the latent that a token completes, or zeros, also for a token of no request (-1).
 
@@ -51,6 +52,7 @@ def latent_kernel(
 
     ROW_ALIGNED, STATES_ALIGNED: bytes that divide the address of every row of KV and SCORE, and of every state.
     """
+    wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(POSITIONS + token)
     dim = tl.arange(0, next_power_of_2(D))
@@ -102,9 +104,10 @@ def ring_kernel(
     STATES,  # pages of fp32 rows: kv, then scores
     TABLE,  # [requests, columns] int32, blocks of the rings
     n: tl.int32, kv_stride: tl.int64, score_stride: tl.int64, table: TableNumbers, states: PageNumbers,
-    D: tl.constexpr, ROW_ALIGNED: tl.constexpr, STATES_ALIGNED: tl.constexpr,
+    D: tl.constexpr, ROW_ALIGNED: tl.constexpr, STATES_ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): a token's kv and scores go to its row in the ring of its request, unless a later token has it."""
+    wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(REQUESTS + token)
     behind = token + table.columns.to(tl.int64) * states.block_size
@@ -129,12 +132,13 @@ def store_kernel(
     ANGLES,  # [num_positions, rope] fp32, cosines before sines
     CACHE,  # pages: uint8, or bf16 or fp32 where entries are plain rows
     x_stride: tl.int64, eps: tl.float32, num_positions: tl.int64, angle_stride: tl.int64, pages: PageNumbers,
-    ENTRY: tl.constexpr, ROW_ALIGNED: tl.constexpr,
+    ENTRY: tl.constexpr, ROW_ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): a row is normalised, rotated and stored, if its token completes an entry that has a slot.
 
     ENTRY: an `EntryForm`. ROW_ALIGNED: bytes that divide the address of every row of X.
     """
+    wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     position, slot = tl.load(POSITIONS + token), tl.load(SLOTS + token)
     completes = (position + 1) % ENTRY.ratio == 0

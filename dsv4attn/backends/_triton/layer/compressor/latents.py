@@ -23,9 +23,9 @@ from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
 from dsv4attn.backends._triton.launching.recorded import meta_cache, meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.layer.compressor.kernels_latents import latent_kernel, ring_kernel, store_kernel
-from dsv4attn.backends._triton.layer.compressor.launch import entry_form, state_numbers
+from dsv4attn.backends._triton.layer.compressor.launch import entry_form, pdl_of, state_numbers
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.torch_modes import without_modes
@@ -76,7 +76,7 @@ def compress_latents(
             kv, score, positions, token_to_req, norm_weight, pages, table, out, kv.stride(0), score_stride, float(eps),
             *numbers,
         ),
-        _latent_constants(dim, ratio, rows, records),
+        _latent_constants(dim, ratio, rows, records, architecture()),
         num_warps=_warps(dim),
         fp_fusion=False,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def compress_latents(
             ring_kernel,
             (count,),
             (kv, score, positions, token_to_req, pages, table, count, kv.stride(0), score_stride, *numbers),
-            _ring_constants(dim, rows, records),
+            _ring_constants(dim, rows, records, architecture()),
             num_warps=_warps(dim),
             fp_fusion=False,
         )
@@ -116,7 +116,7 @@ def norm_rope_store(
             x, positions, slot_mapping, weight, angles, cache.tensor, x.stride(0), float(norm.eps),
             angles.shape[0], angles.stride(0), page_numbers(cache, memory),
         ),
-        _store_constants(cache.layout, angles.shape[1], ratio, alignment_of_rows(x), records),
+        _store_constants(cache.layout, angles.shape[1], ratio, alignment_of_rows(x), records, architecture()),
         num_warps=_warps(x.shape[1]),
         fp_fusion=False,
     )  # fmt: skip
@@ -127,18 +127,18 @@ def _warps(dim: int) -> int:
 
 
 @cached
-def _latent_constants(dim: int, ratio: int, rows: int, states: int) -> Constants:
-    return Constants({"RATIO": ratio, **_ring_constants(dim, rows, states), "EXACT_CASTS": not INTERPRETED})
+def _latent_constants(dim: int, ratio: int, rows: int, states: int, arch: str) -> Constants:
+    return Constants({"RATIO": ratio, **_ring_constants(dim, rows, states, arch), "EXACT_CASTS": not INTERPRETED})
 
 
 @cached
-def _ring_constants(dim: int, rows: int, states: int) -> Constants:
-    return Constants({"D": dim, "ROW_ALIGNED": rows, "STATES_ALIGNED": states})
+def _ring_constants(dim: int, rows: int, states: int, arch: str) -> Constants:
+    return Constants({"D": dim, "ROW_ALIGNED": rows, "STATES_ALIGNED": states, **pdl_of(arch)})
 
 
 @cached
-def _store_constants(layout: KVCacheLayout, rope: int, ratio: int, rows: int, records: int) -> Constants:
-    return Constants({"ENTRY": entry_form(layout, rope, ratio, records), "ROW_ALIGNED": rows})
+def _store_constants(layout: KVCacheLayout, rope: int, ratio: int, rows: int, records: int, arch: str) -> Constants:
+    return Constants({"ENTRY": entry_form(layout, rope, ratio, records), "ROW_ALIGNED": rows, **pdl_of(arch)})
 
 
 @recorded

@@ -204,14 +204,15 @@ def _pool(
     )  # fmt: skip
 
 
-def _overlap(arch: str) -> dict[str, bool]:
+def pdl_of(arch: str) -> dict[str, bool]:
+    """The constant PDL of a kernel of a step."""
     return {"PDL": uses_pdl(arch) and not INTERPRETED}
 
 
 @cached
 def _save_constants(width: int, rows: int, records: int, arch: str) -> Constants:
     tokens = max(SAVE_TILE // next_power_of_2(width), 1)
-    return Constants({"WIDTH": width, "TOKENS": tokens, "ROW_ALIGNED": rows, "ALIGNED": records, **_overlap(arch)})
+    return Constants({"WIDTH": width, "TOKENS": tokens, "ROW_ALIGNED": rows, "ALIGNED": records, **pdl_of(arch)})
 
 
 @cached
@@ -226,7 +227,7 @@ def _compress_constants(
     pool = pool_for(window, size, states, arch)
     form = PoolForm(layout.head_dim, ratio, overlap, pool.rows, pool.lanes, 1, size, states)
     tokens = min(next_power_of_2(ratio), MOST_TOKENS)
-    return Constants({"POOL": form, "ENTRY": entry, "TOKENS": tokens, **_overlap(arch)}), pool.warps
+    return Constants({"POOL": form, "ENTRY": entry, "TOKENS": tokens, **pdl_of(arch)}), pool.warps
 
 
 def entry_form(layout: KVCacheLayout, rope: int, ratio: int, records: int) -> EntryForm:
@@ -261,7 +262,7 @@ def _pool_constants(dim: int, ratio: int, arch: str, *, overlap: bool) -> tuple[
     tiles = min(next_power_of_2(cdiv(window, LONG.rows * LONG.lanes)), POOL_TILES)
     threads = 64 if arch.startswith("gfx9") else 32
     form = PoolForm(dim, ratio, overlap, LONG.rows, LONG.lanes, tiles, block, 1)
-    constants = Constants({"POOL": form, "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS), **_overlap(arch)})
+    constants = Constants({"POOL": form, "TOKENS": min(next_power_of_2(ratio), MOST_TOKENS), **pdl_of(arch)})
     return constants, max(block * LONG.lanes // threads, 1)
 
 

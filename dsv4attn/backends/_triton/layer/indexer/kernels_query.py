@@ -17,6 +17,7 @@ from dsv4attn.backends._triton.cache.kernels_insert import (
     scale_byte,
     size_bits,
 )
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import angles_of, cast, rotate, round_to, scale_of_byte
 from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
@@ -91,6 +92,7 @@ def index_query_kernel(
     table_stride: tl.int64, factor: tl.float32,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGNED: tl.constexpr, VALUES_ALIGNED: tl.constexpr,
     D: tl.constexpr, ROPE: tl.constexpr, CODE_BITS: tl.constexpr, NATIVE: tl.constexpr, WRITER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): each program takes BLOCK_H heads of a token.
 
@@ -98,6 +100,7 @@ def index_query_kernel(
     VALUES. CODE_BITS: 8 of e4m3, with one scale a head, which is folded into its weight; 4 of e2m1; 0 of plain values.
     factor: of every weight.
     """
+    wait_then_launch_dependents(PDL)
     EXACT_CASTS: tl.constexpr = WRITER.exact_casts
     GROUP: tl.constexpr = WRITER.group
     parts: tl.constexpr = cdiv(HEADS, BLOCK_H)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_form
 from dsv4attn.backends._triton.compiling.variant import WIDE
+from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.launch_cache import Constants
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
 from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.layer.indexer.kernels_query import index_query_kernel
@@ -73,7 +75,8 @@ def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int, arch: st
     native = layout.fp8_format is Fp8Format.OCP and arch in FP8_UNITS
     of_heads = {"HEADS": heads, "BLOCK_H": block, "ROW_ALIGNED": rows, "VALUES_ALIGNED": values}
     of_codes = {"CODE_BITS": _code_bits(layout), "NATIVE": native, "WRITER": writer_form(layout, values)}
-    return Constants({**of_heads, "D": layout.head_dim, "ROPE": rope, **of_codes})
+    overlap = {"PDL": uses_pdl(arch) and not INTERPRETED}
+    return Constants({**of_heads, "D": layout.head_dim, "ROPE": rope, **of_codes, **overlap})
 
 
 @recorded

@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import cast
 from dsv4attn.backends._triton.sizes import next_power_of_2
@@ -28,12 +29,13 @@ def norm_kernel(
     KV_OUT,  # [n, KV_DIM], dense
     q_stride: tl.int64, kv_stride: tl.int64, eps: tl.float32,
     Q_DIM: tl.constexpr, KV_DIM: tl.constexpr, ROW_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
+    EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): both rows of a token.
 
     ROW_ALIGNED, OUT_ALIGNED: bytes that divide the address of every row of Q and KV, and of every row of the results.
     """
+    wait_then_launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     q_dim, kv_dim = tl.arange(0, next_power_of_2(Q_DIM)), tl.arange(0, next_power_of_2(KV_DIM))
     q_live, kv_live = q_dim < Q_DIM, kv_dim < KV_DIM

@@ -15,8 +15,9 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
 from dsv4attn.backends._triton.compiling.variant import WIDE
 from dsv4attn.backends._triton.interpreted import INTERPRETED
+from dsv4attn.backends._triton.launching.pdl import uses_pdl
 from dsv4attn.backends._triton.launching.recorded import meta_rows, recorded
-from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.launching.runtime import architecture, launch
 from dsv4attn.backends._triton.layer.projections.kernels_norms import norm_kernel
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides, check_tensor
 from dsv4attn.core.torch_modes import without_modes
@@ -40,7 +41,7 @@ def norm_q_kv(
         norm_kernel,
         (count,),
         (q, kv, *weights, q_out, kv_out, q.stride(0), kv.stride(0), float(eps)),
-        _constants(q_dim, kv_dim, alignment_of_rows(q, kv), dtype),
+        _constants(q_dim, kv_dim, alignment_of_rows(q, kv), dtype, architecture()),
         num_warps=WARPS,
         fp_fusion=False,
     )
@@ -56,7 +57,7 @@ def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _constants(q_dim: int, kv_dim: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(q_dim: int, kv_dim: int, rows: int, dtype: torch.dtype, arch: str) -> dict[str, Any]:
     # memory of our own begins at a multiple of 16
     aligned = math.gcd(q_dim * dtype.itemsize, kv_dim * dtype.itemsize, WIDE)
     return {
@@ -65,6 +66,7 @@ def _constants(q_dim: int, kv_dim: int, rows: int, dtype: torch.dtype) -> dict[s
         "ROW_ALIGNED": rows,
         "OUT_ALIGNED": aligned,
         "EXACT_CASTS": not INTERPRETED,
+        "PDL": uses_pdl(arch) and not INTERPRETED,
     }
 
 
