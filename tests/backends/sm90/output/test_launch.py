@@ -291,12 +291,13 @@ def test_forms_follow_tokens_ranks_and_columns() -> None:
     assert chosen(FLASH, 256, 1024, width=1152) == [large, large]
 
 
-def test_every_form_that_may_be_chosen_is_compiled_before() -> None:
+@pytest.mark.parametrize("programs", [78, H100])
+def test_every_form_that_may_be_chosen_is_compiled_before(programs: int) -> None:
     for ranks in (896, 1024, 2048, 4096, FLASH, PRO):
         for width in (128, 640, 768, 1152, 4096, 8192, 8320):
             counts = [*range(1, 1100, 3), 2048, 5000, 10_000]
-            found = {output.form_of(tokens, ranks, width, H100) for tokens in counts}
-            assert found - {None} == {*output.forms(ranks, width, H100)}
+            found = {output.form_of(tokens, ranks, width, programs) for tokens in counts}
+            assert found - {None} == {*output.forms(ranks, width, programs)}
 
 
 @pytest.fixture
