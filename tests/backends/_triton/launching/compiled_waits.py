@@ -31,7 +31,6 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 WAIT = "griddepcontrol.wait;"
-PREFETCH = "cp.async.bulk.prefetch.L2.global"
 ACCESS = re.compile(r"(?:ld|st|red|atom|cp\.async\S*)\.(?:\w+\.)*global")
 BF16 = torch.bfloat16
 
@@ -50,7 +49,6 @@ def forms(arch: str) -> Iterator[Variant]:
     yield from latents.variants(keys, 2, 64, BF16, (BF16,), arch=arch)
     projections = [*output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)]
     yield from projections[:2]
-    yield from [form for form in projections if dict(form.constants).get("AHEAD")][:1]
     layer = evolve(ModelGeometry.preset("flash").layer_of_kind(LayerKind.SWA), num_heads=16)
     calls = meta_calls(layer, meta_pages([meta_cache(record)]), BF16, sinks=(False,), lses=(False,))
     streams = hyper_connections.variants(4, 4096, BF16, BF16, arch=arch)
@@ -65,19 +63,12 @@ def waits_of(form: Variant, arch: str) -> dict[str, object]:
     """What is said of a form."""
     kernel = cross_compile(form, TARGETS[arch])
     body = kernel.asm["ptx"].partition(".entry")[2]
-    ahead = body.partition(WAIT)[0].count(PREFETCH)
-    late = body.count(PREFETCH) - ahead
-    # a prefetch changes no register and no memory
-    body = body.replace(PREFETCH, "")
     head, waits, _ = body.partition(WAIT)
     return {
         "waits": bool(waits),
         "lets": body.count("griddepcontrol.launch_dependents;"),
         "early": len(ACCESS.findall(head)) if waits else None,
         "accesses": len(ACCESS.findall(body)),
-        "asked": dict(form.constants).get("AHEAD", 0),
-        "ahead": ahead,
-        "late": late,
         "option": bool(kernel.metadata.launch_pdl),
     }
 

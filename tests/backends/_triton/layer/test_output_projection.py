@@ -19,7 +19,6 @@ from dsv4attn.testing.oracle import attention as oracle
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, strided
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.layer.fp8_projections import Call
-from tests.backends._triton.layer.kernels_places import places_ahead
 from tests.core.model.scaled import BLOCK, FNUZ, OCP, Scaled, each_dialect, each_form
 
 each_block = pytest.mark.parametrize("block", [128, 32])
@@ -156,7 +155,7 @@ def test_a_tile_of_hopper_follows_tokens_ranks_and_multiprocessors(monkeypatch: 
         assert [chosen(n, flash, arch) for n in (1, 64, 9000)] == [tiles.small, tiles.middle, tiles.large]
 
 
-def test_warm_up_has_every_tile_of_hopper_and_those_that_fetch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_has_every_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "INTERPRETED", False)
     output._project_constants.cache_clear()
     try:
@@ -169,35 +168,8 @@ def test_warm_up_has_every_tile_of_hopper_and_those_that_fetch_ahead(monkeypatch
             facts = dict(form.constants)
             if form.name == "project_codes_kernel" and facts["GROUP"] == block and facts["NATIVE"]:
                 size = facts["BLOCK_M"], facts["BLOCK_N"], form.num_warps, form.num_stages
-                found.add(output.Tile(*size, swapped=facts["SWAPPED"], ahead=facts["AHEAD"]))
+                found.add(output.Tile(*size, swapped=facts["SWAPPED"]))
         assert found == {*tiles.every()}
-
-
-@pytest.mark.parametrize("width", [128, 384, 512, 640, 1920, 2048, 2176])
-def test_no_more_is_fetched_ahead_than_a_row_has(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last row there may be no memory."""
-    monkeypatch.setattr(output, "INTERPRETED", False)
-    make_constants = output._project_constants.__wrapped__
-    for tile in output.HOPPER_TILES.every():
-        ahead = make_constants(tile, 128, width, 128, Fp8Format.OCP, 16, "sm_90")["AHEAD"]
-        assert ahead == (width // 512 * 512 if width < tile.ahead else tile.ahead)
-
-
-def test_weights_are_fetched_ahead_once_and_no_others() -> None:
-    for groups, rank, block_n, tokens, ahead in ((2, 128, 64, 5, 1024), (3, 72, 64, 17, 512), (1, 256, 128, 16, 2048)):
-        token_tiles, stride = -(-tokens // 16), ahead + 512
-        programs = groups * token_tiles * -(-rank // block_n)
-        weight = torch.zeros(groups * rank, stride, dtype=torch.uint8, device=DEVICE)
-        places = torch.full((programs, ahead // 512, 128), -1, dtype=torch.int64, device=DEVICE)
-        places_ahead[(programs,)](weight, places, stride, tokens, rank, 16, block_n, ahead)
-        size = 512 * block_n // 128
-        expected = {row * stride + at for row in range(groups * rank) for at in range(0, ahead, size)}
-        found = (places.cpu() - weight.data_ptr()).view(groups, token_tiles, -1).tolist()
-
-        assert {place for group in found for tile in group for place in tile} == expected
-        for group, tiles in enumerate(found):
-            assert all(sorted(set(tile)) == sorted(set(tiles[0])) for tile in tiles)
-            assert {place // stride // rank for place in tiles[0]} == {group}
 
 
 def test_rows_may_lie_apart() -> None:

@@ -142,36 +142,6 @@ def factors(scales):
     return scale_of_byte(scales.to(tl.int32)) if scales.dtype == tl.uint8 else scales
 
 
-@triton.jit
-def parts_of_rows(
-    W, w_stride, tokens, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, START: tl.constexpr
-):  # fmt: skip
-    """Where 128 equal parts begin that are, together, the 512 bytes from START on of each of a program's rows of W."""
-    token_tiles = tl.cdiv(tokens, BLOCK_M)
-    rank_tiles: tl.constexpr = cdiv(RANK, BLOCK_N)
-    of_row: tl.constexpr = 128 // BLOCK_N
-    part = tl.arange(0, 128)
-    group = (tl.program_id(0) // rank_tiles // token_tiles).to(tl.int64)
-    n = (tl.program_id(0) % rank_tiles) * BLOCK_N + part // of_row
-    return W + ((group * RANK + tl.minimum(n, RANK - 1)) * w_stride + part % of_row * (512 // of_row)) + START
-
-
-@triton.jit
-def fetch_ahead(
-    W, w_stride, tokens, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
-    """Ask for the first AHEAD bytes, a multiple of 512, of each of a program's rows of W, at most 128 rows.
-
-    They go to the device's cache. Nothing waits for them, and nothing but time depends on them: a kernel may call this
-    before the kernels before it have ended.
-    """
-    size: tl.constexpr = 512 * BLOCK_N // 128
-    text: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; // $0"
-    for start in tl.static_range(0, AHEAD, 512):
-        place = parts_of_rows(W, w_stride, tokens, RANK, BLOCK_M, BLOCK_N, start).to(tl.int64)
-        tl.inline_asm_elementwise(text, "=r,l,r", [place, size], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @stable_kernel
 def project_codes_kernel(
     CODES,  # [tokens, groups, K] uint8
@@ -183,18 +153,15 @@ def project_codes_kernel(
     scale_group_stride: tl.int64, w_stride: tl.int64, w_scale_stride: tl.int64, w_scale_step: tl.int64,
     out_stride: tl.int64, out_group_stride: tl.int64,
     RANK: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAPPED: tl.constexpr, NATIVE: tl.constexpr, AHEAD: tl.constexpr, OUT_ALIGNED: tl.constexpr,
+    SWAPPED: tl.constexpr, NATIVE: tl.constexpr, OUT_ALIGNED: tl.constexpr,
     FNUZ: tl.constexpr, DT: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups * token tiles * rank tiles,), neighbours share tokens: a tile of one group's product.
 
     Sums of GROUP columns, times both factors, are added in fp32, one after the other. Rows of CODES and W begin at
     multiples of 16 bytes. NATIVE: codes are multiplied as fp8, and otherwise as DT. SWAPPED: weights are the left
-    operand, for tiles of few tokens. AHEAD: bytes of each row of W that are fetched into the device's cache before the
-    kernels before this one have ended. OUT_ALIGNED: bytes that divide the address of every row of OUT.
+    operand, for tiles of few tokens. OUT_ALIGNED: bytes that divide the address of every row of OUT.
     """
-    if AHEAD:
-        fetch_ahead(W, w_stride, tokens, RANK, BLOCK_M, BLOCK_N, AHEAD)
     wait_then_launch_dependents(PDL)
     rank_tiles: tl.constexpr = cdiv(RANK, BLOCK_N)
     token_tiles = tl.cdiv(tokens, BLOCK_M)

@@ -47,8 +47,6 @@ class Tile:
     """Tokens and ranks of a tile, and warps and pipeline stages of its program.
 
     swapped: whether weights are the left operand, which has 64 rows or more on some matrix units.
-    ahead: bytes of each row of weights, a multiple of 512, that are fetched into the device's cache before the kernels
-    before have ended.
     """
 
     tokens: int
@@ -56,7 +54,6 @@ class Tile:
     warps: int
     stages: int
     swapped: bool = False
-    ahead: int = 0
 
 
 @frozen
@@ -85,7 +82,7 @@ MANY_TILES = 512
 NATIVE_TILES = Tiles(Tile(16, 64, 4, 6, swapped=True), Tile(64, 64, 4, 6), Tile(64, 128, 4, 4))
 HOPPER_TILES = evolve(
     NATIVE_TILES,
-    single=(Tile(64, 64, 4, 10, ahead=2048), Tile(128, 64, 8, 6, ahead=2048)),
+    single=(Tile(64, 64, 4, 10), Tile(128, 64, 8, 6)),
     many=Tile(128, 128, 8, 4),
 )
 """For weights in blocks of 128 x 128. H100, torch 2.11, Triton 3.6, 2026-11-27, weights not in L2, Flash.
@@ -94,7 +91,8 @@ Microseconds of a launch that follows the quantisation of its outputs, which is 
 `NATIVE_TILES`: 8 tokens 15.6, 32 tokens 17.9 (18.3), 64 tokens 17.9 (21.2), 128 tokens 21.3 (22.5), 256 tokens 30.3.
 Of a launch by itself: 1,024 tokens 89.4 (91.7), 2,048 tokens 174.0 (183.6), 8,192 tokens 674 (768), 2,048 tokens of Pro
 343.8 (393.1). With weights in L2 an H200 took 14.1 us for 64 tokens and 23.1 for 256, with `NATIVE_TILES` (2026-11-23).
-Kernels of the backend for Hopper take less time for most of these numbers of tokens, and have the same bits.
+Up to 128 tokens weights were then fetched into L2 ahead, for up to 1.2 us. Kernels of the backend for Hopper take less
+time for most of these numbers of tokens, and have the same bits.
 """
 DECODED_TILES = Tiles(Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3))
 CDNA_TILES = Tiles(Tile(16, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2))
@@ -337,10 +335,9 @@ def _project_constants(
 ) -> Constants:
     overlapped, native = uses_pdl(arch) and not INTERPRETED, is_native(fp8_format, arch)
     of_tile = {"BLOCK_M": tile.tokens, "BLOCK_N": tile.ranks, "SWAPPED": tile.swapped, "OUT_ALIGNED": out_aligned}
-    ahead = min(tile.ahead, width // 512 * 512) if overlapped else 0
     # interpreted, fp16 is summed in fp16
     of_codes = {"NATIVE": native, "FNUZ": fp8_format is Fp8Format.FNUZ, "DT": tl.float32 if INTERPRETED else tl.float16}
-    fixed = {"AHEAD": ahead, "EXACT_CASTS": not INTERPRETED, "PDL": overlapped}
+    fixed = {"EXACT_CASTS": not INTERPRETED, "PDL": overlapped}
     return Constants({"RANK": rank, "K": width, "GROUP": block, **of_tile, **of_codes, **fixed})
 
 
