@@ -1,12 +1,18 @@
-"""Ranks of a test: processes of their own, forked from one server that has imported what they need."""
+"""Ranks of a test: processes forked from one server that has imported what they need, or started by torchrun."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from multiprocessing import set_forkserver_preload
+from pathlib import Path
 from typing import Any
 
 from torch.multiprocessing.spawn import start_processes
+
+from tests.examples.built_wheels import ROOT
 
 
 def run_ranks(serve: Callable[..., None], *args: Any, size: int) -> None:
@@ -20,3 +26,11 @@ def run_ranks(serve: Callable[..., None], *args: Any, size: int) -> None:
     """
     set_forkserver_preload(["tests.harness", serve.__module__])
     start_processes(serve, args, nprocs=size, start_method="forkserver")
+
+
+def torchrun(folder: Path, *program: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a program, the words after `python`, in a process for each rank, in a folder and on lines of 80 columns."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    # a run that gets little of the CPU takes minutes; a rank waits five for another, and its error says for what
+    return subprocess.run(command, cwd=folder, env=env, timeout=600, capture_output=True, text=True, check=False)
