@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +9,10 @@ import pytest
 from dsv4attn import hookspecs
 from dsv4attn.core.contract.backend import BackendInfo
 from dsv4attn.errors import ArgumentError
-from dsv4attn.plugins import BUILT_IN, PluginFailure, PluginRegistry, first_line
-from tests.vendor_wheel import VendorWheels, plugin
+from dsv4attn.plugins import BUILT_IN, PluginRegistry, first_line
+from tests.vendor_wheel import VendorWheels, only_failure, plugin
 
 HOOK = "from dsv4attn.hookspecs import hookimpl\n"
-
-
-@pytest.fixture
-def wheels(tmp_path: Path) -> Iterator[VendorWheels]:
-    with VendorWheels(tmp_path) as folder:
-        yield folder
-
-
-def only_failure(registry: PluginRegistry) -> PluginFailure:
-    assert len(registry.failures) == 1, registry.failures
-    return registry.failures[0]
 
 
 def test_the_built_in_backends_are_plugins() -> None:

@@ -10,7 +10,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 from dsv4attn import selection
-from dsv4attn.plugins import PluginRegistry
+from dsv4attn.plugins import PluginFailure, PluginRegistry
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -119,3 +119,9 @@ class VendorWheels:
     def registry(self, **lists: Any) -> PluginRegistry:
         """The registry of built-ins and this folder."""
         return PluginRegistry.load(entry_points=self.points(), **lists)
+
+
+def only_failure(registry: PluginRegistry) -> PluginFailure:
+    """The failure of the only plugin that failed."""
+    assert len(registry.failures) == 1, registry.failures
+    return registry.failures[0]
