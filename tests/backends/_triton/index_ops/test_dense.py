@@ -237,11 +237,7 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
     (translate_ragged, "compute_global_topk_ragged_indices_and_indptr", one_more_visible),
     (translate, "compute_global_topk_indices_and_lens", one_more_visible),
     (combine, "combine_topk_swa_indices", one_more_visible_in_a_chunk),
-    (
-        combine,
-        "combine_topk_swa_indices",
-        lambda topk, chunk: (topk, evolve(chunk, window=max(chunk.window - 1, 1))),
-    ),
+    (combine, "combine_topk_swa_indices", lambda topk, chunk: (topk, evolve(chunk, window=max(chunk.window - 1, 1)))),
     (pack, "build_ragged_indices_from_dense", lambda dense, lens, slots: (dense, lens, slots + 1)),
 ]
 
