@@ -261,9 +261,9 @@ def _ops_of(text: str) -> tuple[str, ...]:
     return names
 
 
-def switched_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
+def switched_on(name: str) -> bool:
     """Whether an environment variable is 1. Raises ConfigError unless it is 0, 1, or not set."""
-    value = (os.environ if environ is None else environ).get(name, "").strip()
+    value = os.environ.get(name, "").strip()
     if value not in ("", "0", "1"):
         raise ConfigError(f"environment variable {name}", f"expected 0 or 1, got {value!r}")
     return value == "1"

@@ -7,16 +7,21 @@ import gc
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.fixtures import own_temporary_folder
 from tests.marks import pytest_collection_modifyitems
 
+if TYPE_CHECKING:
+    from tests.vendor_wheel import VendorWheels
+
 __all__ = [
     "few_objects", "own_temporary_folder", "pytest_collection_finish", "pytest_collection_modifyitems",
-    "pytest_configure", "pytest_unconfigure",
+    "pytest_configure", "pytest_unconfigure", "wheels",
 ]  # fmt: skip
 
 
@@ -69,6 +74,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """
     if not hasattr(config, "workerinput"):
         gc.unfreeze()
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Iterator[VendorWheels]:
+    """A folder for wheels of other vendors, on the path until the test ends."""
+    from tests.vendor_wheel import VendorWheels
+
+    with VendorWheels(tmp_path) as folder:
+        yield folder
 
 
 @pytest.fixture

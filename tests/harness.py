@@ -434,6 +434,17 @@ def caches_unchanged(whole: LayerStack) -> Iterator[None]:
     assert all(same_bits(tensor, cache.tensor) for tensor, cache in zip(copies, whole.caches, strict=True))
 
 
+def check_step_without_tokens(whole: LayerStack, waiting: int, padding: int) -> None:
+    """Check that a step of waiting requests and padding alone gives zeros and writes nothing."""
+    requests = [(whole.manager.new(), 0) for _ in range(waiting)]
+
+    with caches_unchanged(whole):
+        outs = whole.run(requests, whole.hidden(0, padding), padding=padding)
+
+    assert [tuple(out.shape) for out in outs] == [(padding, 48)] * len(whole.layers)
+    assert not any(out.any() for out in outs)
+
+
 def assert_outputs_close(outputs: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
     """Assert that outputs of layers differ by at most `tolerance` of the largest expected value of the layer."""
     for output, answer in zip(outputs, expected, strict=True):

@@ -45,6 +45,11 @@ def import_text(path: Path, text: str) -> ModuleType:
     Triton reads the source of a kernel from its file.
     """
     path.write_text(text, encoding="utf-8")
+    return import_file(path)
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file that is in no package, by its name, which no other module may have."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import importlib.util
 import json
 import os
 import platform
@@ -18,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.programs import import_file
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 REPORTS = sorted((DOCS / "certificates" / "numerics").glob("*.json"))
 KEYS = {"schema", "device", "versions", "settings", "answers"}
@@ -30,13 +31,7 @@ VERSIONS = {"python", "torch", "triton", "ml_dtypes"}
 
 
 def module(name: str = "numerics") -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_script", DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded  # attrs looks its classes' module up
-    spec.loader.exec_module(loaded)
-    return loaded
+    return import_file(DOCS / f"{name}.py")
 
 
 def names_of_the_machine(report: dict[str, Any]) -> list[str]:

@@ -8,26 +8,13 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsv4attn.plugins import BUILT_IN, PluginFailure, PluginRegistry
-from tests.vendor_wheel import VendorWheels, plugin
-
-
-@pytest.fixture
-def wheels(tmp_path: Path) -> Iterator[VendorWheels]:
-    with VendorWheels(tmp_path) as folder:
-        yield folder
-
-
-def only_failure(registry: PluginRegistry) -> PluginFailure:
-    assert len(registry.failures) == 1, registry.failures
-    return registry.failures[0]
-
+from dsv4attn.plugins import BUILT_IN, PluginRegistry
+from tests.vendor_wheel import VendorWheels, only_failure, plugin
 
 # lists
 

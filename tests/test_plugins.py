@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsv4attn import hookspecs
 from dsv4attn.core.contract.backend import BackendInfo
 from dsv4attn.errors import ArgumentError
-from dsv4attn.plugins import BUILT_IN, PluginFailure, PluginRegistry, first_line
-from tests.vendor_wheel import VendorWheels, plugin
+from dsv4attn.plugins import BUILT_IN, PluginRegistry, first_line
+from tests.vendor_wheel import VendorWheels, only_failure, plugin
 
 HOOK = "from dsv4attn.hookspecs import hookimpl\n"
-
-
-@pytest.fixture
-def wheels(tmp_path: Path) -> Iterator[VendorWheels]:
-    with VendorWheels(tmp_path) as folder:
-        yield folder
-
-
-def only_failure(registry: PluginRegistry) -> PluginFailure:
-    assert len(registry.failures) == 1, registry.failures
-    return registry.failures[0]
 
 
 def test_the_built_in_backends_are_plugins() -> None:
@@ -110,7 +96,7 @@ BROKEN = {
     "dict": (HOOK + "@hookimpl\ndef dsv4attn_backends(): return {}", "", "descriptor", "got dict"),
     "generator": (HOOK + "@hookimpl\ndef dsv4attn_backends(): yield 1", "", "descriptor", "got generator"),
     "strings": (HOOK + "@hookimpl\ndef dsv4attn_backends(): return ['x']", "", "descriptor", "a BackendInfo, got str"),
-    "field": (plugin(native="cpu"), "", "call", "BackendInfo.native: expected a tuple of strings, got 'cpu'"),  # type: ignore[arg-type]
+    "field": (plugin(native="cpu"), "", "call", "BackendInfo.native: expected a tuple of strings, got 'cpu'"),
     "version": (plugin(api="2.3"), "", "version", "is written for contract 2.3, this is 1."),
     "minor": (plugin(api="1.7"), "", "version", "is written for contract 1.7, this is 1.0"),
     "no version": (plugin(api="newest"), "", "version", "is written for contract newest, this is 1.0"),
@@ -215,20 +201,6 @@ def test_ctrl_c_is_not_caught(wheels: VendorWheels, source: str) -> None:
 
 
 # what pluggy does by itself, and that it has no effect here
-
-
-def test_pluggy_an_implementation_may_declare_fewer_arguments_than_the_spec(
-    wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # a plugin of contract 1.0 under a later minor version whose hook gained an argument
-    @hookspecs.hookspec
-    def dsv4attn_backends(reason: str = "new") -> None: ...
-
-    monkeypatch.setattr(hookspecs, "dsv4attn_backends", dsv4attn_backends)
-    monkeypatch.setattr("dsv4attn.plugins._call", lambda hook: hook(reason="new"))
-    wheels.install("dsv4attn-acme", plugin())
-
-    assert "acme" in wheels.registry().backends
 
 
 def test_pluggy_an_argument_the_spec_does_not_have_is_refused(wheels: VendorWheels) -> None:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from tests.programs import import_file
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 REMAKE = "run `python docs/tutorial.py --draw`"
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tutorial_script", DOCS / "tutorial.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-TUTORIAL = script()
+TUTORIAL = import_file(DOCS / "tutorial.py")
 
 
 def test_the_blocks_run_in_order_and_print_what_the_page_shows() -> None:

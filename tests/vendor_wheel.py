@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 from dsv4attn import selection
-from dsv4attn.plugins import PluginRegistry
+from dsv4attn.plugins import PluginFailure, PluginRegistry
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,30 +35,23 @@ def dsv4attn_backends():
 """
 
 
-def plugin(
-    name: str = "acme",
-    *,
-    api: str = "1.0",
-    factory: str = "dsv4attn.backends.reference.launch:ReferenceBackend",
-    support: str = "return []",
-    native: tuple[str, ...] = ("sm_90",),
-    runs_on: tuple[str, ...] = ("*",),
-    rank: str = "VENDOR",
-    packages: tuple[str, ...] = (),
-    options: dict[str, object] | None = None,
-) -> str:
-    """Source of a plugin with one backend."""
-    return PLUGIN.format(
-        name=name,
-        api=api,
-        factory=factory,
-        support=support,
-        native=native,
-        runs_on=runs_on,
-        rank=rank,
-        packages=packages,
-        options=options or {},
-    )
+DEFAULTS: Mapping[str, object] = {
+    "api": "1.0",
+    "factory": "dsv4attn.backends.reference.launch:ReferenceBackend",
+    "support": "return []",
+    "native": ("sm_90",),
+    "runs_on": ("*",),
+    "rank": "VENDOR",
+    "packages": (),
+    "options": {},
+}
+"""What `PLUGIN` has unless a test says otherwise."""
+
+
+def plugin(name: str = "acme", **changes: object) -> str:
+    """Source of a plugin with one backend. changes: see `DEFAULTS`."""
+    assert changes.keys() <= DEFAULTS.keys()
+    return PLUGIN.format(name=name, **{**DEFAULTS, **changes})
 
 
 class VendorWheels:
@@ -119,3 +113,9 @@ class VendorWheels:
     def registry(self, **lists: Any) -> PluginRegistry:
         """The registry of built-ins and this folder."""
         return PluginRegistry.load(entry_points=self.points(), **lists)
+
+
+def only_failure(registry: PluginRegistry) -> PluginFailure:
+    """The failure of the only plugin that failed."""
+    assert len(registry.failures) == 1, registry.failures
+    return registry.failures[0]

@@ -90,7 +90,7 @@ class Subject:
         options = dict(options or {})
         registration, backend = registered(name), load_backend(name, **options)
         this_device = DeviceFacts.here()
-        place = device or _place(this_device, registration.info.runs_on + registration.info.native)
+        place = _place(this_device, registration.info.runs_on + registration.info.native) if device is None else device
         facts = _facts(place)
         version = (
             registration.version
@@ -133,12 +133,13 @@ def parse_request(text: str, separator: str = ",") -> tuple[str, dict[str, str]]
 
 
 def _facts(device: str) -> DeviceFacts:
+    facts = DeviceFacts.here(device)
     try:
         torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         said = str(error).splitlines()[0]
         raise ArgumentError("device", expected="a device of this machine", actual=f"{device!r} ({said})") from error
-    return DeviceFacts.here(device)
+    return facts
 
 
 def _place(device: DeviceFacts, runs_on: tuple[str, ...]) -> str:

@@ -322,11 +322,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: ds.check_compatible(None, FP32), r"writer: expected a KVCacheLayout or a str, got None -> pass cache.lay"),
     (
         lambda: explain(PROBLEM, device="rtx4090"),
-        r"device: .*, got rtx4090 .* -> DeviceFacts.named\('rtx4090'\) describes",
+        r"device: .*, got 'rtx4090' -> .*; DeviceFacts.named\('rtx4090'\) describes",
     ),
     (
         lambda: explain(PROBLEM, device="4090"),
-        r"device: .*, got 4090 .* -> did you mean DeviceFacts.named\('rtx4090'\)\?",
+        r"device: .*, got '4090' -> .*; did you mean DeviceFacts.named\('rtx4090'\)\?",
     ),
     (
         lambda: mla_layer(cos_sin_cache=ds.cos_sin_cache(SMALL.layer_of_kind("swa").rope, 256)),

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.examples.built_wheels import ROOT
+from tests.ranks import torchrun
 
 
 @pytest.mark.slow
 def test_two_ranks_have_half_of_the_entries_each() -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, "examples/context_parallel.py"],
-        cwd=ROOT, env=env, timeout=120, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = torchrun(ROOT, "examples/context_parallel.py")
 
     assert done.returncode == 0, done.stderr
     sizes = [int(size) for size in re.findall(r"'compressed': (\d+)", done.stdout)]

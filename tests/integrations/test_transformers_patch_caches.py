@@ -330,17 +330,9 @@ def with_zero(*places: tuple[int, int], columns: int = 12) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        (
-            {"attention_mask": with_zero((1, 11))},
-            UnsupportedError,
-            r"attention_mask\[1\].*at the end.*padding_side",
-        ),
+        ({"attention_mask": with_zero((1, 11))}, UnsupportedError, r"attention_mask\[1\].*at the end.*padding_side"),
         ({"attention_mask": with_zero((0, 9))}, UnsupportedError, r"attention_mask\[0\].*hole"),
-        (
-            {"attention_mask": with_zero((0, 0))},
-            ArgumentError,
-            r"attention_mask\[0\]: expected 8 tokens among",
-        ),
+        ({"attention_mask": with_zero((0, 0))}, ArgumentError, r"attention_mask\[0\]: expected 8 tokens among"),
         ({"attention_mask": ONES[:, :4]}, ArgumentError, r"shape \[2, 12\]: 8 columns in the cache and 4 new ones"),
         ({"attention_mask": ONES.float()}, UnsupportedError, "attention_mask: expected None, or .*integers or bools"),
         ({"attention_mask": ONES[:, None, None]}, UnsupportedError, "attention_mask"),

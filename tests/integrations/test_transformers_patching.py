@@ -159,12 +159,7 @@ def biased(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "options", "error", "said"),
     [
-        (
-            lambda model: model.lm_head,
-            {},
-            UnsupportedError,
-            "model: expected a DeepseekV4Model or .*got Linear",
-        ),
+        (lambda model: model.lm_head, {}, UnsupportedError, "model: expected a DeepseekV4Model or .*got Linear"),
         (lambda model: model.model.layers[0], {}, UnsupportedError, "model: .*DeepseekV4DecoderLayer"),
         (lambda model: of_type(model, "deepseek_v41"), {}, ArgumentError, r"DeepSeek-V4\.1 is not served yet"),
         (sharded, {}, UnsupportedError, "tensor parallel weights.*tp_plan"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from dsv4attn.core.contract import device
@@ -12,8 +9,7 @@ from tests.vendor_wheel import VendorWheels
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VendorWheels]:
-    monkeypatch.chdir(tmp_path)
+def wheels(wheels: VendorWheels, monkeypatch: pytest.MonkeyPatch) -> VendorWheels:
+    monkeypatch.chdir(wheels.folder)
     monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
-    with VendorWheels(tmp_path) as folder:
-        yield folder
+    return wheels

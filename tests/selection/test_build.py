@@ -285,11 +285,7 @@ class Acme(ReferenceBackend):
             "evolve(LayerOps(), select_topk=select)",
             "BackendInfo.layer_ops names none, and its layer_ops bring selection",
         ),
-        (
-            "('selection',)",
-            "LayerOps()",
-            "names selection, and its layer_ops bring none",
-        ),
+        ("('selection',)", "LayerOps()", "names selection, and its layer_ops bring none"),
         ("('selection',)", "evolve(LayerOps(), select_topk=select)", ""),
         ("('selection',)", "{'select_topk': select}", "whose layer_ops are dict, not LayerOps"),
     ],

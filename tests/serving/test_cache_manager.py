@@ -46,16 +46,8 @@ def test_what_a_step_cannot_have_is_refused_before_a_page_is_taken() -> None:
     manager = CacheManager(SMALL, Limits(2, 8, 32), FP32)
     a, b, c = (manager.new() for _ in range(3))
     for requests, padding, said in (
-        (
-            [(a, 1), (a, 1)],
-            0,
-            r"^requests: expected each sequence once, got one twice -> give it all",
-        ),
-        (
-            [(a, 1), (b, 1), (c, 1)],
-            0,
-            r"^requests: expected at most 2 sequences, the max_num_reqs of the limits",
-        ),
+        ([(a, 1), (a, 1)], 0, r"^requests: expected each sequence once, got one twice -> give it all"),
+        ([(a, 1), (b, 1), (c, 1)], 0, r"^requests: expected at most 2 sequences, the max_num_reqs of the limits"),
         ([(a, 9)], 0, r"^requests: expected at most 8 tokens in a step, with padding, the max_num_batched_tokens"),
         ([(a, 4)], 5, r"^requests: expected at most 8 tokens in a step, with padding, .* got 9"),
         ([(a, 4)], -1, r"^padding: expected an integer of at least 0, got -1"),

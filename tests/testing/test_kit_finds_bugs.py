@@ -138,10 +138,7 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mutants_sizes.with_arguments(dense, "block_table"),
         "apart-step-decode,apart-c128a-decode",
     ),
-    "strided block table of a gather": (
-        with_dense(GATHER, "block_table"),
-        "apart-step-prefill,apart-c128a-prefill",
-    ),
+    "strided block table of a gather": (with_dense(GATHER, "block_table"), "apart-step-prefill,apart-c128a-prefill"),
     "512 rows of a call": (with_attention(mutants_sizes.only_rows(512)), "requests-decode,requests-prefill"),
     "1024 rows of a call": (with_attention(mutants_sizes.only_rows(1024)), "requests-decode,requests-prefill"),
     "2048 keys of a row": (
@@ -181,10 +178,7 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         "million-c4a,million-c128a",
     ),
     "heads in another order": (with_attention(mutants.heads_swapped), "decode-c4a,prefill-c4a"),
-    "wrong for 32 heads": (
-        with_attention(mutants_sizes.last_heads_zero_of(32)),
-        "heads-32-decode,heads-32-prefill",
-    ),
+    "wrong for 32 heads": (with_attention(mutants_sizes.last_heads_zero_of(32)), "heads-32-decode,heads-32-prefill"),
     "heads above a multiple of 64": (
         with_attention(mutants_sizes.whole_blocks_of_heads),
         "heads-80-decode,heads-80-prefill",

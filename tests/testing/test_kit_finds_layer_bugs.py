@@ -143,10 +143,7 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     # queries
     "scale of q not in the weights": (slip(QUERY, behind=wrong.without_scale), "query-fp8,query-fnuz"),
-    "no floor of the scale of q": (
-        slip(QUERY, patched=((KVCacheLayout, "amax_floor", 0.0),)),
-        "query-fp8,query-mxfp4",
-    ),
+    "no floor of the scale of q": (slip(QUERY, patched=((KVCacheLayout, "amax_floor", 0.0),)), "query-fp8,query-mxfp4"),
     "nibbles of q swapped": (slip(QUERY, patched=((key_codecs, "_packed", wrong.swapped_nibbles),)), "query-mxfp4"),
     "ties of q away from zero": (slip(QUERY, patched=((key_codecs, "_packed", wrong.half_up),)), "query-mxfp4"),
     "RoPE on the leading dims": (slip(QUERY, with_(q=wrong.rolled), behind=wrong.leading), "query-fp8,query-bf16"),

@@ -73,15 +73,9 @@ MUTANTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "candidates by one": (slip(WITHIN, with_(candidates=wrong.shifted)), "within-fp8,within-published"),
     # latents
-    "no states": (
-        slip(LATENTS, wrong.without_states),
-        "latents-2,latents-ring,latents-drafts",
-    ),
+    "no states": (slip(LATENTS, wrong.without_states), "latents-2,latents-ring,latents-drafts"),
     "eps of 1e-6": (slip(LATENTS, with_(eps=lambda _: 1e-6)), "latents-eps"),
-    "a mean of both tokens": (
-        slip(LATENTS, with_(score=lambda a: a["score"] * 0)),
-        "latents-2,latents-ring",
-    ),
+    "a mean of both tokens": (slip(LATENTS, with_(score=lambda a: a["score"] * 0)), "latents-2,latents-ring"),
     "the first request's ring": (
         slip(LATENTS, with_(token_to_req=lambda a: a["token_to_req"] * 0)),
         "latents-2,latents-ring",

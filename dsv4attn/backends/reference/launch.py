@@ -12,15 +12,7 @@ from torch import Tensor
 from dsv4attn.backends.reference import kernels
 from dsv4attn.core.attention.checks import check_attention_strides, check_keys
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.contract.backend import (
-    AttentionCall,
-    Backend,
-    Capabilities,
-    ChunkCost,
-    IndexForm,
-    KeyForm,
-    Phase,
-)
+from dsv4attn.core.contract.backend import AttentionCall, Backend, Capabilities, ChunkCost, IndexForm, KeyForm, Phase
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.model.quantized_weight import Weight, dense_weight
 from dsv4attn.core.tensorspec import BufferSpec, check_strides

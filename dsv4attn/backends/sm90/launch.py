@@ -56,15 +56,7 @@ from dsv4attn.backends.sm90.tuning import (
 from dsv4attn.core.attention.checks import check_attention_strides
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.contract.backend import (
-    AttentionCall,
-    AttentionTensors,
-    ChunkCost,
-    EntryIndices,
-    KeyForm,
-    Phase,
-    Run,
-)
+from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, ChunkCost, EntryIndices, KeyForm, Phase, Run
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.layer_ops import LayerOps
 from dsv4attn.core.contract.problem import CacheFacts

@@ -113,21 +113,12 @@ class DeviceFacts:
             device = _first_device() if device is None else torch.device(device)
             return cls._of(*_identity(device))
         except (AssertionError, RuntimeError, TypeError) as error:
-            actual = f"{device} ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
-            expected, hint = "a device of this machine", _described(device)
-            raise ArgumentError("device", expected=expected, actual=actual, hint=hint) from error
+            raise _absent(device, error) from error
 
     @classmethod
     def all_here(cls) -> list[DeviceFacts]:
         """Facts of every device of this machine: accelerators, then the CPU."""
-        accelerators = []
-        if may_have_accelerator():
-            import torch
-
-            kind = _first_device().type
-            count = torch.accelerator.device_count() if kind != "cpu" else 0
-            accelerators = [cls.here(torch.device(kind, index)) for index in range(count)]
-        return [*accelerators, cls._of("cpu", "cpu", "CPU")]
+        return [cls.here(device) for device in _devices_here()]
 
     @classmethod
     def _of(cls, kind: str, arch: str, name: str) -> DeviceFacts:
@@ -168,16 +159,42 @@ class DeviceFacts:
         return f'{self.arch} "{self.name}"  {versions}{notes}'
 
 
-def _described(name: object) -> str:
+def _absent(device: torch.device | str | None, error: Exception) -> ArgumentError:
+    """The error for a device that this machine lacks: it names the devices that the machine has.
+
+    device: a torch device that cannot be used, or a name that torch does not know; None: the first accelerator.
+    error: what torch said.
+    """
+    actual, hint = repr(str(device)), ""
+    # about an unknown name torch says all types of devices that it was ever built for
+    if not isinstance(device, str):
+        actual += f" ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+    if device is not None:
+        hint = f"give a name of torch; this machine has {', '.join(_devices_here())}{_described(str(device))}"
+    return ArgumentError("device", expected="a device of this machine", actual=actual, hint=hint)
+
+
+def _described(name: str) -> str:
     """How to name a device that is not here, if a name is that of a product or an architecture, or close to one."""
-    if not isinstance(name, str) or name in ("cuda", "hip", "xpu", "npu"):
+    if name.partition(":")[0] in ("cpu", "cuda", "hip", "xpu", "npu"):
         return ""
     try:
         device_named(name)
     except UnknownNameError as error:
         near = str(error).partition("; did you mean ")[2].partition("?")[0]
-        return f"did you mean DeviceFacts.named({near})?" if near else ""
-    return f"DeviceFacts.named({name!r}) describes a device that is not here"
+        return f"; did you mean DeviceFacts.named({near})?" if near else ""
+    return f"; DeviceFacts.named({name!r}) describes a device that need not be here"
+
+
+def _devices_here() -> list[str]:
+    """Torch's names of all devices of this machine: accelerators, then the CPU."""
+    if not may_have_accelerator():
+        return ["cpu"]
+    import torch
+
+    kind = _first_device().type
+    count = torch.accelerator.device_count() if kind != "cpu" else 0
+    return [*(f"{kind}:{index}" for index in range(count)), "cpu"]
 
 
 def may_have_accelerator() -> bool:

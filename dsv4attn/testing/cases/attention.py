@@ -14,15 +14,7 @@ from dsv4attn.testing.case import Area, Case, Check
 from dsv4attn.testing.checks import attention as checks
 from dsv4attn.testing.checks.attention import equals_oracle
 from dsv4attn.testing.checks.record_bytes import SMALLEST_SCALES, EveryCode, reads_every_code
-from dsv4attn.testing.kit.factories import (
-    HEAD_COUNTS,
-    INDEX_TOPKS,
-    KINDS,
-    PAGE_SIZES,
-    CaseInput,
-    layout,
-    tiny_geometry,
-)
+from dsv4attn.testing.kit.factories import HEAD_COUNTS, INDEX_TOPKS, KINDS, PAGE_SIZES, CaseInput, layout, tiny_geometry
 from dsv4attn.testing.kit.oracle_cache import PagePlacement
 from dsv4attn.testing.kit.random_step import step
 from dsv4attn.testing.kit.single_call import call

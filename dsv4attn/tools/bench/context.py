@@ -19,6 +19,7 @@ from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
+from dsv4attn.core.torch_ops.selection import ascending
 from dsv4attn.tools.bench.accuracy import Error, error, largest
 from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.context_cases import ContextCase
@@ -243,20 +244,13 @@ def _differences(side: ContextStep, expected: _Written, ownership: Ownership, li
     if not away.within(limit):
         lines.append(f"attention is {away.total:.1e} of the norm from one rank's, worst row {away.worst:.1e}")
     if chosen is not None and expected_indices is not None:
-        expected_numbers = _ascending(ownership.local_numbers(expected_indices))
+        expected_numbers = ascending(ownership.local_numbers(expected_indices))
         rows = int((chosen != expected_numbers).any(-1).sum())
         if rows:
             lines.append(
                 f"topk_indices of {rows} of {len(expected_numbers)} tokens are not those that one rank selects"
             )
     return away, lines
-
-
-def _ascending(numbers: Tensor) -> Tensor:
-    """Each row in ascending order, then -1."""
-    last = torch.iinfo(numbers.dtype).max
-    ordered = numbers.masked_fill(numbers < 0, last).sort(-1).values
-    return ordered.masked_fill_(ordered == last, -1)
 
 
 def _digest(*tensors: Tensor) -> str:

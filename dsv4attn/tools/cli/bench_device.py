@@ -24,24 +24,9 @@ def device_named(name: str | None) -> torch.device:
     from dsv4attn.core.contract.device import DeviceFacts
 
     if name is not None:
-        try:
-            facts = DeviceFacts.here(name)
-        except ArgumentError as error:
-            hint = f"give a name of torch; this machine has {', '.join(_devices_here())}"
-            raise ArgumentError(error.argument, expected=error.expected, actual=error.actual, hint=hint) from error
-        return torch.device("cpu" if facts.kind == "cpu" else name)
+        return torch.device("cpu" if DeviceFacts.here(name).kind == "cpu" else name)
     accelerator = torch.accelerator.current_accelerator() if DeviceFacts.here().kind != "cpu" else None
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
-
-
-def _devices_here() -> list[str]:
-    """Torch's names of the devices of this machine."""
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return ["cpu"]
-    return ["cpu", *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
 
 
 def device_of_rank(name: str | None) -> tuple[torch.device, str]:

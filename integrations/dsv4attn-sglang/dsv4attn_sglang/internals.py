@@ -136,10 +136,7 @@ _INDEXER: tuple[Internal, ...] = (
     Named(f"{_BACKEND}:DSV4Metadata", "core_metadata"),
     Stored(f"{_BACKEND}:DSV4Metadata", "indexer_metadata"),
     Named(f"{_BACKEND}:DSV4AttnMetadata", "positions"),
-    Stored(
-        f"{_BACKEND}:DSV4AttnMetadata",
-        "c4_sparse_page_indices c4_sparse_raw_indices",
-    ),
+    Stored(f"{_BACKEND}:DSV4AttnMetadata", "c4_sparse_page_indices c4_sparse_raw_indices"),
     Called("sglang.srt.state_capturer.indexer_topk", "get_global_indexer_capturer"),
     Called("sglang.srt.state_capturer.base:BaseTopkCapturer", "capture", 2),
 )

@@ -101,46 +101,47 @@ def check_prefill(arguments: dict[str, Any], out: Tensor) -> None:
         assert_near(out[row], want)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "prefixes", "extends"),
-    [
-        ("first prompts and a second chunk", "EXTEND", (0, 130), (9, 5)),
-        ("across pages", "EXTEND", (250,), (12,)),
-        ("decode within and past the window", "DECODE", (5, 200, 128), ()),
-    ],
-)
-def test_layers_with_a_window_alone(
-    kit: Any, backend: str, calls: Calls, name: str, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ...]
-) -> None:
-    kit.run_dsv4_attention_case(TEST, case(name, mode, prefixes, extends), device="cpu")
+WINDOW_STEPS = {
+    "first prompts and a second chunk": ("EXTEND", (0, 130), (9, 5)),
+    "across pages": ("EXTEND", (250,), (12,)),
+    "decode within and past the window": ("DECODE", (5, 200, 128), ()),
+}
+"""Steps of layers with a window alone: mode, tokens of each request in the caches, and new ones."""
+COMPRESSED_STEPS = {
+    "decode": ("DECODE", (60, 130), ()),
+    "paged prompt": ("EXTEND", (100,), (6,)),
+    "gathered prompt": ("EXTEND", (120,), (10,)),
+}
+"""Steps of layers with a compressed cache."""
+
+
+def run_window(kit: Any, calls: Calls, step: str) -> None:
+    """Run a step of a layer with a window alone."""
+    mode, prefixes, extends = WINDOW_STEPS[step]
+    kit.run_dsv4_attention_case(TEST, case(step, mode, prefixes, extends), device="cpu")
 
     assert [len(calls.decode), len(calls.prefill)] == ([1, 0] if mode == "DECODE" else [0, 1])
 
 
-@pytest.mark.parametrize("ratio", [4, 128, 2, 1])
-@pytest.mark.parametrize(
-    ("name", "mode", "prefixes", "extends", "sparse"),
-    [
-        ("decode", "DECODE", (60, 130), (), False),
-        ("paged prompt", "EXTEND", (100,), (6,), False),
-        ("gathered prompt", "EXTEND", (120,), (10,), True),
-    ],
-)
-def test_layers_with_a_compressed_cache(
-    kit: Any,
-    backend: str,
-    calls: Calls,
-    ratio: int,
-    name: str,
-    mode: str,
-    prefixes: tuple[int, ...],
-    extends: tuple[int, ...],
-    sparse: bool,
-) -> None:
-    kit_case = case(name, mode, prefixes, extends, compress_ratio=ratio)
-    kit.run_dsv4_compress_attention_case(TEST, kit_case, sparse_prefill=sparse, device="cpu")
+def run_compressed(kit: Any, calls: Calls, step: str, ratio: int) -> None:
+    """Run a step of a layer with a compressed cache of this ratio."""
+    is_gathered = step == "gathered prompt"
+    kit_case = case(step, *COMPRESSED_STEPS[step], compress_ratio=ratio)
+    kit.run_dsv4_compress_attention_case(TEST, kit_case, sparse_prefill=is_gathered, device="cpu")
 
-    assert [len(calls.decode), len(calls.prefill)] == ([0, 1] if sparse else [1, 0])
+    assert [len(calls.decode), len(calls.prefill)] == ([0, 1] if is_gathered else [1, 0])
+
+
+@pytest.mark.parametrize("step", WINDOW_STEPS)
+def test_layers_with_a_window_alone(kit: Any, backend: str, calls: Calls, step: str) -> None:
+    run_window(kit, calls, step)
+
+
+@pytest.mark.parametrize("ratio", [4, 128, 2, 1])
+@pytest.mark.parametrize("step", COMPRESSED_STEPS)
+def test_layers_with_a_compressed_cache(kit: Any, backend: str, calls: Calls, ratio: int, step: str) -> None:
+    run_compressed(kit, calls, step, ratio)
+
     extra = {1: 256, 2: 128, 4: 64, 128: 2}[ratio]
     for arguments, _ in calls.decode:
         assert (arguments["k_cache"].shape[1:], arguments["extra_k_cache"].shape[1:]) == (

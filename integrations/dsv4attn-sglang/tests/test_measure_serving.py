@@ -13,27 +13,24 @@ from on_gpu.measure_serving import VOCABULARY, kernels_of, main, measured, table
 from rich.console import Console
 
 
-class Link:
+class CountingEngine:
     """An engine that takes a second for prompts and so many for each further token of an answer."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.served = seconds, list[tuple[list[list[int]], int, str | None]]()
 
-    def send(self, work: tuple[list[list[int]], int, str | None]) -> None:
-        """Serve prompts."""
-        self.served.append(work)
-
-    def recv(self) -> float:
-        """The seconds of the last prompts."""
-        return 1 + self.seconds * (self.served[-1][1] - 1)
+    def ask(self, prompts: list[list[int]], tokens: int, profile: str | None) -> float:
+        """Serve prompts: the seconds."""
+        self.served.append((prompts, tokens, profile))
+        return 1 + self.seconds * (tokens - 1)
 
 
 def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
-    links: dict[str, Any] = {"dsv4attn": Link(0.1), "sglang": Link(0.2)}
-    figures = measured(links, 2, 8, 11, 3)
+    engines: dict[str, Any] = {"dsv4attn": CountingEngine(0.1), "sglang": CountingEngine(0.2)}
+    figures = measured(engines, 2, 8, 11, 3)
 
-    served = links["dsv4attn"].served
-    assert served == links["sglang"].served
+    served = engines["dsv4attn"].served
+    assert served == engines["sglang"].served
     # each turn has other prompts, of which each engine answers one token and then all
     assert [tokens for _, tokens, _ in served] == [1, 11] * 4
     assert served[::2] == [(prompts_of(2, 8, turn, VOCABULARY), 1, None) for turn in range(4)]
@@ -59,8 +56,8 @@ def test_figures_are_those_of_both_engines_on_the_same_prompts() -> None:
         ("--folder", "file/below", "'--folder': a folder: expected one that can be written, got file/below: Not a"),
         ("--profile", "file", "Invalid value for '--profile': expected a folder that does not exist yet, got file"),
         ("--profile", "file/below", "'--profile': a folder: expected one that can be written, got file/below: Not a"),
-        ("--cases", "1x16321", "at most 16384 tokens of a request with its answer, got 16385"),
-        ("--cases", "257x8", "of at most 256 requests, got '257x8'"),
+        ("--cases", "1x16321", "at most 256 requests of 16384 tokens with their answers, got 1x16321 and 64"),
+        ("--cases", "257x8", "at most 256 requests of 16384 tokens with their answers, got 257x8 and 64"),
         ("--layers", "c4", "expected some of"),
         ("--options", "[]", "expected a JSON object, got '[]'"),
     ],

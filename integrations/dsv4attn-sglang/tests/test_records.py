@@ -18,7 +18,7 @@ import torch
 from dsv4attn_sglang import attention, gather, hooks, parts, records, serving
 from dsv4attn_sglang.guard import RefusedError
 from kit import case, runner_of
-from test_attention import TEST, Calls
+from test_attention import COMPRESSED_STEPS, TEST, Calls, run_compressed, run_window
 from test_attention import calls as calls  # noqa: PLC0414 - a fixture
 from torch import Tensor
 
@@ -105,36 +105,18 @@ def keys_of(cache: Tensor, indices: Tensor, length: int) -> np.ndarray[Any, Any]
     return np.stack(rows) if rows else np.zeros((0, 512))
 
 
-@pytest.mark.parametrize(("mode", "prefixes", "extends"), [("DECODE", (5, 200, 128), ()), ("EXTEND", (0, 130), (9, 5))])
-def test_layers_with_a_window_alone(
-    kit: Any, backend: str, calls: Calls, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ...]
-) -> None:
-    kit.run_dsv4_attention_case(TEST, case("window", mode, prefixes, extends), device="cpu")
+@pytest.mark.parametrize("step", ["decode within and past the window", "first prompts and a second chunk"])
+def test_layers_with_a_window_alone(kit: Any, backend: str, calls: Calls, step: str) -> None:
+    run_window(kit, calls, step)
 
-    assert [len(calls.decode), len(calls.prefill)] == ([1, 0] if mode == "DECODE" else [0, 1])
     assert {arguments["k_cache"].shape[1:] for arguments, _ in calls.decode} <= {(256, 1, 528)}
 
 
 @pytest.mark.parametrize("ratio", [2, 1])
-@pytest.mark.parametrize(
-    ("mode", "prefixes", "extends", "sparse"),
-    [("DECODE", (60, 130), (), False), ("EXTEND", (100,), (6,), False), ("EXTEND", (120,), (10,), True)],
-    ids=["decode", "paged prompt", "gathered prompt"],
-)
-def test_layers_with_a_compressed_cache(
-    kit: Any,
-    backend: str,
-    calls: Calls,
-    ratio: int,
-    mode: str,
-    prefixes: tuple[int, ...],
-    extends: tuple[int, ...],
-    sparse: bool,
-) -> None:
-    kit_case = case("records", mode, prefixes, extends, compress_ratio=ratio)
-    kit.run_dsv4_compress_attention_case(TEST, kit_case, sparse_prefill=sparse, device="cpu")
+@pytest.mark.parametrize("step", COMPRESSED_STEPS)
+def test_layers_with_a_compressed_cache(kit: Any, backend: str, calls: Calls, ratio: int, step: str) -> None:
+    run_compressed(kit, calls, step, ratio)
 
-    assert [len(calls.decode), len(calls.prefill)] == ([0, 1] if sparse else [1, 0])
     for arguments, _ in calls.decode:
         shapes = arguments["k_cache"].shape[1:], arguments["extra_k_cache"].shape[1:]
         assert shapes == ((256, 1, 528), (256 // ratio, 1, 288))

@@ -52,10 +52,10 @@ def trait(*values: object) -> frozenset[object]:
 
 
 def ints(tensor: Tensor, *shape: int) -> Tensor:
-    """Slots or lengths, int32 or int64 of any shape, as contiguous int32 of this shape.
+    """Slots, blocks or lengths, int32 or int64 of any shape, as contiguous int32 of this shape.
 
     No cache has as many slots as int32 has numbers. An int64 below -1 becomes -1, and one that int32 lacks the largest
-    int32: neither is a slot, so the attention skips them.
+    int32: neither is a slot or a block, so dsv4attn skips them, and that length is longer than every sequence.
     """
     if tensor.dtype == torch.int64:
         tensor = tensor.clamp(-1, torch.iinfo(torch.int32).max)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn import IndexQuery, KVCacheLayout, TokenMap
-from dsv4attn_tokenspeed.kernels import backend_for, kernel, paged, trait
+from dsv4attn_tokenspeed.kernels import backend_for, ints, kernel, paged, trait
 
 _DIM = 128
 _LAYOUTS = {"mxfp4": KVCacheLayout.index_mxfp4(_DIM), "fp8_scaled": KVCacheLayout.index_fp8(_DIM)}
@@ -38,7 +38,7 @@ def decode_topk(
     query = _query(index_q, weights, index_k_format)
     tokens = query.values.shape[0]
     rows = torch.arange(tokens, dtype=torch.int32, device=block_table.device)
-    token_map = TokenMap(block_table.to(torch.int32), rows, context_lens.reshape(-1)[:tokens].to(torch.int32))
+    token_map = TokenMap(ints(block_table, *block_table.shape), rows, ints(context_lens, -1)[:tokens])
     offsets = None if block_table_base_offsets is None else block_table_base_offsets[:tokens] * page_size
     return _select(query, index_k_cache, token_map, topk, max_context_len, index_k_format, page_size, offsets, out)
 
@@ -64,11 +64,12 @@ def prefill_topk(
 ) -> tuple[Tensor, None]:
     """See TokenSpeed. Candidates of a query must begin with the first entry of its request, or an assertion fails."""
     query = _query(index_q, weights, index_k_format)
-    requests = torch.searchsorted(cu_seq_lens[1:], cu_seqlen_k_start, right=True).clamp_(max=block_table.shape[0] - 1)
+    requests = torch.searchsorted(cu_seq_lens[1:], cu_seqlen_k_start, out_int32=True, right=True)
+    requests.clamp_(max=block_table.shape[0] - 1)
     visible = torch.minimum(seq_lens, cu_seqlen_k_end - cu_seqlen_k_start).clamp_(min=0)
     at_first = (cu_seqlen_k_start == cu_seq_lens[requests]) | (visible == 0)
     torch._assert_async(at_first.all(), "candidates of a query must begin with the first entry of its request")  # noqa: SLF001
-    token_map = TokenMap(block_table.to(torch.int32), requests.to(torch.int32), visible.to(torch.int32))
+    token_map = TokenMap(ints(block_table, *block_table.shape), requests, ints(visible, -1))
     offsets = None if block_table_base_offsets is None else block_table_base_offsets[requests] * page_size
     return (
         _select(query, index_k_cache, token_map, topk, max_seqlen_k, index_k_format, page_size, offsets, out),

@@ -142,6 +142,28 @@ def test_prefill_selects_among_the_entries_of_the_request_of_a_query(
         hold(selected[token], given, request, token, count, PAGE * int(bases[request]) if compact else 0)
 
 
+@pytest.mark.parametrize("is_prefill", [False, True], ids=["decode", "prefill"])
+def test_lengths_and_blocks_that_int32_lacks_are_no_others(is_prefill: bool, backend: str, ops: Any) -> None:
+    table = torch.randperm(10).view(1, 10)
+    given, options = problem("mxfp4", 1, table), {"page_size": PAGE, "topk": 512, "index_k_format": "mxfp4"}
+
+    def selected(table: Tensor, length: int) -> Tensor:
+        lens, queries = torch.tensor([length]), (given["index_q"], given["weights"], given["cache"])
+        if is_prefill:
+            bounds = torch.tensor([0, length])
+            result: Tensor = ops.dsv4_prefill_topk(
+                *queries, table, bounds, bounds[:1], bounds[1:], lens, max_seqlen_k=640, **options
+            )[0]
+            return result
+        plan = ops.dsv4_plan(page_size=PAGE, seq_lens_2d=lens[:, None].int(), override="triton_dsv4_plan")
+        return ops.dsv4_decode_topk(*queries, lens[:, None], table, max_context_len=640, plan=plan, **options)
+
+    # the lower 32 bits of the last block are those of a block, and those of the length are 13
+    holed = table.clone()
+    holed[0, 9] += 2**32
+    assert torch.equal(selected(holed, 2**32 + 13), selected(table, 576))
+
+
 def test_candidates_that_do_not_begin_with_a_request_are_refused(ops: Any) -> None:
     table = torch.arange(4).view(2, 2).int()
     given, bounds = problem("mxfp4", 1, table), torch.tensor([0, 100, 200], dtype=torch.int32)

@@ -179,10 +179,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
             f"{_V4}.compressor:CompressorStateCache", "compressor:StateCache", "get_attn_backend", callers=_RUNNER
         ),
         _replaced(
-            f"{_V4}.compressor:CompressorBackend",
-            "metadata:StateBackend",
-            "supports_batch_invariance",
-            callers=_RUNNER,
+            f"{_V4}.compressor:CompressorBackend", "metadata:StateBackend", "supports_batch_invariance", callers=_RUNNER
         ),
         Stored(f"{_V4}.compressor:CompressorMetadata", "block_table c128_boundary slot_mapping token_to_req_indices"),
         _replaced(

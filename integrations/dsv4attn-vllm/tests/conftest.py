@@ -149,6 +149,14 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend "reference", asked for as `backend` does."""
+    from whole import use_backend
+
+    use_backend(monkeypatch, "reference")
+
+
+@pytest.fixture
 def config() -> Iterator[Any]:
     """VLLM's configuration of a small DeepSeek-V4, in its process groups."""
     from engine import config_of, world

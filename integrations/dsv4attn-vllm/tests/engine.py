@@ -22,11 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DeepseekV4Config
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
+from vllm.distributed import get_tensor_model_parallel_rank, init_distributed_environment, initialize_model_parallel
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context

@@ -6,7 +6,6 @@ This module imports neither an engine nor torch.
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -15,8 +14,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,8 @@ FIGURES = {
     "tokens_per_s": ("tokens/s", 0),
 }
 """Figures of a case: the head of the column, and how many decimals are shown."""
+LOG_CHARACTERS = 3000
+"""At the end of the log of an engine that failed, which are printed and saved."""
 CONFIGURATION = {
     **RELEASED,
     "head_dim": 512,
@@ -50,16 +49,61 @@ def write_configuration(folder: Path | str, kinds: Sequence[str], sizes: Mapping
     DeepseekV4Config(**CONFIGURATION | sizes | layers, num_hidden_layers=len(kinds)).save_pretrained(folder)
 
 
-def start_engine(
-    serve: Callable[..., None], log: Path, environment: Mapping[str, str], options: Mapping[str, Any]
-) -> tuple[BaseProcess, Connection]:
-    """Start a process that calls `serve` with a link, then these arguments; return it, and the link's other end."""
-    link, theirs = multiprocessing.Pipe()
-    arguments = theirs, str(log), environment, options
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
-    process.start()
-    theirs.close()
-    return process, link
+class EngineError(Exception):
+    """An engine did not start, or ended. It has the end of its log."""
+
+
+class Engine:
+    """A process that holds an engine, and answers what it is asked.
+
+    serve: what the process calls, with a link, the path of the log, and `environment` and `options`. It sends something
+    when the engine is ready, then an answer to each question that arrives, and ends after None.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[..., None],
+        log: Path,
+        environment: Mapping[str, str],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.log = log
+        self.link, theirs = multiprocessing.Pipe()
+        arguments = theirs, str(log), environment, options
+        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
+        self.process.start()
+        theirs.close()
+
+    def _error(self, reason: str) -> EngineError:
+        """The error to raise. The process is ended."""
+        self.process.terminate()
+        self.process.join(30)
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return EngineError(f"{reason}\n{text[-LOG_CHARACTERS:]}".strip())
+
+    def receive(self, limit: float | None = None) -> Any:
+        """What the process sends next, after this number of seconds at most. Raises EngineError."""
+        try:
+            if not self.link.poll(limit):
+                raise self._error(f"no answer after {limit:.0f} s")
+            return self.link.recv()
+        except (EOFError, ConnectionError):
+            raise self._error("the process ended") from None
+
+    def ask(self, *question: Any) -> Any:
+        """The answer of the process. Raises EngineError."""
+        try:
+            self.link.send(question)
+        except ConnectionError:
+            raise self._error("the process ended") from None
+        return self.receive()
+
+    def close(self) -> None:
+        """End the process."""
+        with suppress(ConnectionError):
+            self.link.send(None)
+        self.process.join(30)
+        self.process.terminate()
 
 
 def begin_engine(log: str, environment: Mapping[str, str]) -> None:
@@ -86,17 +130,26 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def check_cases(cases: Sequence[tuple[int, int]], tokens: int, requests: int, longest: int) -> None:
+    """Raise UsageError for a case whose requests do not all run at once, or are too long with their answers.
+
+    tokens: of an answer. requests, longest: the most requests of the engine, and the most tokens of one.
+    """
+    for count, length in cases:
+        if count > requests or length + tokens > longest:
+            expected = f"at most {requests} requests of {longest} tokens with their answers"
+            raise click.UsageError(f"--cases: expected {expected}, got {count}x{length} and {tokens} tokens")
+
+
 # ---------------------------------------------------------------- callbacks of options
 
 
-def cases_of(
-    _: click.Context, __: click.Parameter, text: str, *, requests: float = math.inf, limit: str = ""
-) -> list[tuple[int, int]]:
-    """(requests, tokens of a prompt) of each case of "8x1024,64x1024". requests: most of a case, as `limit` says."""
+def cases_of(_: click.Context, __: click.Parameter, text: str) -> list[tuple[int, int]]:
+    """(requests, tokens of a prompt) of each case of "8x1024,64x1024"."""
     found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", case.strip()) for case in text.split(",")]
     shapes = [(int(case[1]), int(case[2])) for case in found if case]
-    if len({*shapes}) < len(found) or any(count > requests for count, _ in shapes):
-        raise click.BadParameter(f"expected different cases such as 8x1024{limit}, got {text!r}")
+    if len({*shapes}) < len(found):
+        raise click.BadParameter(f"expected different cases such as 8x1024, got {text!r}")
     return shapes
 
 

@@ -122,10 +122,10 @@ def test_an_engine_that_fails_is_left_out_with_the_end_of_its_log(
 
 def test_an_engine_that_does_not_start_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILS, "slowly")
-    engine = measure_serving.Engine(OF_VLLM, {}, tmp_path, "all", {})
+    engine = measure_serving.engine_of(OF_VLLM, {}, tmp_path, "all", {})
 
     with pytest.raises(measure_serving.EngineError, match="no answer after 1 s"):
-        engine.start(1)
+        engine.receive(1)
 
     assert not engine.process.is_alive()
 
@@ -300,7 +300,7 @@ def test_tokens_are_spread_over_experts_evenly() -> None:
 def test_what_cannot_be_measured_or_written_is_refused_before_an_engine_starts(
     options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_serving, "Engine", lambda *_: pytest.fail("an engine started"))
+    monkeypatch.setattr(measure_serving, "engine_of", lambda *_: pytest.fail("an engine started"))
     assert message in refusal(measure_serving.main, options.split(), tmp_path, monkeypatch)
 
 

@@ -15,6 +15,8 @@ from v41 import RATIOS, V41Engine, v41_config, whole_v41_engine
 from vllm.models.deepseek_v41.nvidia.model_state import ReplayAttnMetadata
 from whole import unequal_layers
 
+pytestmark = pytest.mark.usefixtures("reference")
+
 
 def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window(
     monkeypatch: pytest.MonkeyPatch,
@@ -23,7 +25,6 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
 
     These tokens have no slots in compressed caches, which hold their entries already.
     """
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     config, start, hit, count = v41_config(), 128, 256, 140
     with world(config):
         engine = V41Engine(config, V41CUDAAttention, layers=4)
@@ -59,7 +60,6 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
 @pytest.fixture
 def with_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
     """An engine whose compressor and indexer are dsv4attn's; its layers are called without the indexer."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     monkeypatch.setenv("DSV4ATTN_VLLM_PARTS", "indexer,compressor")
     config = v41_config()
     with world(config):
@@ -98,16 +98,14 @@ WHOLE_STEPS = ([(0, 20)], [(0, 1), (1, 5)], [(0, 1), (1, 1)])
 """A prompt, then a decode next to a prompt, then two decodes: (request, tokens)."""
 
 
-@pytest.mark.parametrize("backend", ["reference"], indirect=True)
-def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str) -> None:
+def test_whole_layers_are_bit_for_bit_dsv4attns_own() -> None:
     """Hidden states in, hidden states out, with vLLM's compressor, index keys and short contexts."""
     with whole_v41_engine() as engine:
         assert not unequal_layers(engine, WHOLE_STEPS)
 
 
-def test_keys_alone_are_the_bytes_that_whole_layers_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_alone_are_the_bytes_that_whole_layers_write() -> None:
     """`forward_kv`, by which vLLM writes the keys of all tokens where layers then run on the last ones alone."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_v41_engine() as engine:
         request, caches = engine.request(), engine.bound()
         blank = {name: bytes_of(cache) for name, cache in caches.items()}
@@ -124,9 +122,8 @@ def test_keys_alone_are_the_bytes_that_whole_layers_write(monkeypatch: pytest.Mo
         assert len(caches) == len(RATIOS) + 2 + 2 + 1  # windows, entries, index keys, states of ratio 2
 
 
-def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_are_found() -> None:
     """One in each of three layers: queries are normalised, another layer's cache is read, and an old selection."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_v41_engine() as engine:
         layers = engine.layers
         of_core = layers[2]._attention

@@ -17,8 +17,8 @@ from dsv4attn_vllm.compressor import V41Compressor, V41Insert
 from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 from dsv4attn_vllm.records import FP4_CACHE, V41IndexPages
-from engine import bytes_of, planned_caches, world
-from v41 import CANDIDATES, RATIOS, V41Engine, fake_family, since_0_33, v41_config, whole_v41_engine
+from engine import planned_caches, world
+from v41 import CANDIDATES, RATIOS, V41Engine, fake_family, short_run, since_0_33, v41_config, whole_v41_engine
 from vllm.config import VllmConfig
 from vllm.models.deepseek_v41 import attention, compressor
 from vllm.models.deepseek_v41.common.ops import fused_compress_quant_cache
@@ -179,21 +179,12 @@ def test_attention_is_that_of_the_oracle(backend: str) -> None:
 
 @since_0_33
 @pytest.mark.usefixtures("hopper")
-def test_caches_are_those_of_all_steps_on_dsv4attn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_those_of_all_steps_on_dsv4attn(reference: None) -> None:
     """Windows, entries, index keys: next to vLLM's compressor and indexer the same bytes."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    of_parts = {}
-    for parts in (ALL, NONE):
-        serving._serving.cache_clear()
-        torch.manual_seed(0)
-        with whole_engine(parts) as engine:
-            first, second = engine.request(), engine.request()
-            for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
-                engine.step(work)
-            of_parts[parts] = {name: bytes_of(c) for name, c in engine.bound().items() if c.dtype == torch.uint8}
+    caches, expected = (short_run(parts, kv_cache_dtype=FP4_CACHE)[1] for parts in (ALL, NONE))
 
-    assert len({cache.shape[-1] for cache in of_parts[ALL].values()}) == 3
-    assert [name for name, cache in of_parts[ALL].items() if not torch.equal(cache, of_parts[NONE][name])] == []
+    assert len({cache.shape[-1] for cache in caches.values()}) == 3
+    assert [name for name in caches if not torch.equal(caches[name], expected[name])] == []
 
 
 @since_0_33

@@ -13,7 +13,7 @@ from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.indexer import V41Indexer
 from engine import bytes_of, world
 from torch import Tensor
-from v41 import CANDIDATES, fake_family, since_0_33, v41_config, whole_v41_engine
+from v41 import CANDIDATES, fake_family, short_run, since_0_33, v41_config, whole_v41_engine
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 from whole import check_rejected_drafts, unequal_layers
@@ -25,6 +25,7 @@ STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
 SHORT = ([(0, 42)], [(0, 1), (1, 3)])
 
 
+pytestmark = pytest.mark.usefixtures("reference")
 whole_engine = partial(whole_v41_engine, "all")
 
 
@@ -47,7 +48,6 @@ def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> No
     from vllm.models.deepseek_v41 import attention
     from vllm.v1.attention.backends.mla import indexer
 
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     fake_family(monkeypatch, 100)
     for module in (attention, indexer):
         monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
@@ -58,16 +58,14 @@ def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> No
     assert widths == [528, 288, 68]
 
 
-def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_rejected_leave_nothing_behind() -> None:
     """Rings hold the states of a step's drafts, and that before them."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine(CANDIDATES, drafts=5) as engine:
         check_rejected_drafts(engine, [(0, 37), (37, 6), (38, 6), (43, 6), (44, 1), (45, 2)])
 
 
-def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_found() -> None:
     """An indexer that is not restricted to the candidates of another layer."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine(CANDIDATES) as engine:
         engine.layers[5].indexer.indexer_op._candidates = None
 
@@ -81,9 +79,8 @@ def written(cache: Tensor, old_bytes: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [{"extra_rows": 2}, {"pad": 2}], ids=["extra rows", "padding"])
-def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: dict[str, int]) -> None:
+def test_rows_of_padding_change_nothing(rows: dict[str, int]) -> None:
     """But for a matrix product of bf16 on a CPU, whose bits depend on how many rows it has."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine() as engine:
         first, second = engine.request(), engine.request()
         engine.step([(first, 43), (second, 3)])
@@ -106,32 +103,20 @@ def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: d
         assert torch.allclose(out.float(), padded_out.float(), rtol=0, atol=1e-3 * out.abs().max().item())
 
 
-@pytest.mark.parametrize("backend", ["reference"], indirect=True)
-def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str) -> None:
-    """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
-    results, classes = [], []
-    for parts in ("all", "none"):
-        serving._serving.cache_clear()
-        torch.manual_seed(0)
-        with whole_v41_engine(parts) as engine:
-            first, second = engine.request(), engine.request()
-            for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
-                outs = engine.step(work)
-            caches = {name: bytes_of(c) for name, c in engine.bound().items() if c.dtype == torch.uint8}
-            results.append((outs, caches))
-            classes.append(type(engine.layers[1].compressor))
+def test_caches_are_byte_for_byte_those_of_vllms_own_kernels() -> None:
+    """Entries and index keys, and outputs."""
+    of_dsv4attn, caches, own_class = short_run("all")
+    of_vllm, expected, class_of_vllm = short_run("none")
 
-    (of_dsv4attn, caches), (of_vllm, expected) = results
-    assert classes == [V41Compressor, DeepseekCompressor]
+    assert (own_class, class_of_vllm) == (V41Compressor, DeepseekCompressor)
     assert caches.keys() == expected.keys()
     assert [name for name in caches if not torch.equal(caches[name], expected[name])] == []
     assert all(map(torch.equal, of_dsv4attn, of_vllm))
 
 
 @pytest.mark.parametrize("measuring", [False, True], ids=["step", "without metadata"])
-def test_scores_of_another_dtype_or_width_are_refused(monkeypatch: pytest.MonkeyPatch, measuring: bool) -> None:
+def test_scores_of_another_dtype_or_width_are_refused(measuring: bool) -> None:
     """In a step, and before it, while vLLM measures memory and passes no metadata; right ones are then ignored."""
-    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     with whole_engine() as engine:
         metadata = None if measuring else engine.describe([(engine.request(), 4)])
         compressors = [layer.compressor for layer in engine.layers if layer.compressor is not None]

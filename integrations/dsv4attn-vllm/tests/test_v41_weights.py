@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.models.deepseek_v41 import DeepseekV4FP8Config
+from whole import projected
 
 from dsv4attn.core.model.quantized_weight import dense_weight
 
@@ -66,9 +67,7 @@ def test_an_fp8_wo_a_is_converted_and_again_at_its_address(config: VllmConfig, c
 
         layer.process_weights_after_loading(torch.bfloat16)
 
-        turned = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0].double()
-        z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wide.view(2, 64, 1024)).flatten(1)
-        expected = (z @ layer.wo_b.weight.double().T).detach()
+        expected = projected(layer, o, positions, wide)
         error = (layer._o_proj(o, positions).double() - expected).norm() / expected.norm()
         assert error < 0.01
         addresses.add(dense_weight(layer._weight()).data_ptr())

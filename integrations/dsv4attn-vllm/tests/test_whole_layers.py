@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from dsv4attn_vllm.compressor import Compressor
@@ -15,12 +14,20 @@ from dsv4attn_vllm.cpu import CPUAttention
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.indexer import IndexerParts
 from dsv4attn_vllm.xpu import XPUAttention
-from engine import Request
 from processes import run_on_rocm
 from torch import Tensor
 from torch.nn import functional
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
-from whole import OwnLayers, WholeEngine, products_in_fp64, unequal_layers, use_backend, whole_engine
+from whole import (
+    OwnLayers,
+    WholeEngine,
+    check_rejected_drafts,
+    products_in_fp64,
+    projected,
+    unequal_layers,
+    use_backend,
+    whole_engine,
+)
 
 from dsv4attn.core.model.quantized_weight import dense_weight
 
@@ -98,17 +105,8 @@ def test_rows_of_padding_change_nothing(engine: WholeEngine, rows: dict[str, int
 def test_a_prompt_in_chunks_then_drafts_and_one_rejected(backend: str) -> None:
     speculation = {"method": "mtp", "num_speculative_tokens": 1}
     with whole_engine(CUDAAttention, speculative_config=speculation) as engine:
-        own_layers, request = OwnLayers(engine), engine.request()
-        for tokens, count in [(0, 30), (30, 17), (47, 1), (48, 2), (49, 2)]:  # the draft at 49 is rejected
-            request.tokens = tokens
-            work = [(Request(request.name, tokens), count)]
-            hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
-            of_vllm = engine.step([(request, count)])
-            if tokens == 49:
-                own_layers.manager.truncate(own_layers.sequences[request.name], 49)
-            of_dsv4attn = own_layers.step(work, hidden)
-            for layer, a, b in zip(engine.layers, of_vllm, of_dsv4attn, strict=True):
-                assert torch.equal(a, b), (layer.prefix, tokens)
+        # the draft at 49 is rejected
+        check_rejected_drafts(engine, [(0, 30), (30, 17), (47, 1), (48, 2), (49, 2)])
 
 
 def test_index_keys_of_4_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,10 +220,8 @@ def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.Mon
         y = layer._o_proj(o, positions)
 
         wide = codes.double() * scales.double().repeat_interleave(128, 0)[: codes.shape[0]].repeat_interleave(128, 1)
-        turned = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0].double()
-        z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wide.view(2, 64, 1024)).flatten(1)
-        expected = (z @ layer.wo_b.weight.double().T).numpy()
-        error = np.linalg.norm(y.double().numpy() - expected) / np.linalg.norm(expected)
+        expected = projected(layer, o, positions, wide)
+        error = (y.double() - expected).norm() / expected.norm()
         assert ("projection" in layer._serving.parts) is (parts == "auto")
         # outputs of attention have 3 bits after the point in fp8, and 7 in bf16
         assert (0.01 < error < 0.05) if parts == "auto" else error < 0.01

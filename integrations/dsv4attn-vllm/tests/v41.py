@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from dsv4attn_vllm import serving
 from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.metadata import V41Backend
-from engine import BEFORE_0_33, Engine, Request, config_of, generator, world
+from engine import BEFORE_0_33, Engine, Request, bytes_of, config_of, generator, world
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -164,6 +165,21 @@ class WholeV41Engine(HiddenStates, V41Engine):
             return layer(self.positions[:rows], hidden)
         layer.forward_kv(self.positions[:rows], hidden)
         return hidden
+
+
+def short_run(parts: str, **options: Any) -> tuple[list[Tensor], dict[str, Tensor], type]:
+    """Outputs of the last step of two requests, caches of bytes by name, and the class of layer 1's compressor.
+
+    The engine is new. A prompt has chunks that break windows of two tokens. parts, options: of `whole_v41_engine`.
+    """
+    serving._serving.cache_clear()
+    torch.manual_seed(0)
+    with whole_v41_engine(parts, **options) as engine:
+        first, second = engine.request(), engine.request()
+        for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
+            outs = engine.step(work)
+        caches = {name: bytes_of(cache) for name, cache in engine.bound().items() if cache.dtype == torch.uint8}
+        return outs, caches, type(engine.layers[1].compressor)
 
 
 CANDIDATES = {"candidate_source_layer_id": 3, "candidate_topk_blocks": 5, "candidate_block_size": 8}

@@ -216,6 +216,13 @@ def check_rejected_drafts(engine: WholeEngine, steps: Sequence[tuple[int, int]])
             assert torch.equal(a, b), (layer.prefix, tokens)
 
 
+def projected(layer: Any, o: Tensor, positions: Tensor, wo_a: Tensor) -> Tensor:
+    """The output projection of outputs [5, 4, 512] of attention, in fp64. wo_a: the weight that its codes stand for."""
+    turned = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0].double()
+    z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wo_a.view(2, 64, 1024)).flatten(1)
+    return (z @ layer.wo_b.weight.double().T).detach()
+
+
 def weights_of(layer: Any) -> dict[str, Tensor]:
     """The weights of a layer of vLLM, of V4 or V4.1, by the names of DeepSeek's checkpoints."""
     lora, fused, indexer = layer.q_lora_rank, layer.fused_wqa_wkv.weight, layer.indexer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
@@ -281,6 +282,22 @@ def served(
         return Engine(tiny, geometry, limits, kind, DEVICE, swa_block=4, tokens_of_block=32, **options)
     backend, flash = GenericBackend(deterministic=deterministic), ModelGeometry.preset("flash")
     return Engine(backend, flash, limits, kind, DEVICE, **options)
+
+
+@contextmanager
+def neither_waiting_nor_allocating() -> Iterator[None]:
+    """A block in which the host must not wait for the GPU, and no memory of the GPU is allocated."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not see all of them
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        yield
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert after == allocated
 
 
 @contextmanager

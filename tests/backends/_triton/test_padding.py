@@ -12,7 +12,7 @@ from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import LayerKind, LayerSharing
-from tests.harness import LayerStack, all_bytes, caches_unchanged, with_padding
+from tests.harness import LayerStack, all_bytes, check_step_without_tokens, with_padding
 from tests.harness_v41 import ROUNDED, SMALL_V41, Steps, v41_stack, worst_layer_error
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the network is on the CPU: needs TRITON_INTERPRET=1")
@@ -54,11 +54,4 @@ def test_padding_writes_nothing(fill: int) -> None:
 
 @pytest.mark.parametrize(("waiting", "padding"), [(0, 0), (0, 3), (2, 0), (2, 3)])
 def test_a_step_without_tokens_gives_zeros(waiting: int, padding: int) -> None:
-    whole = layers()
-    requests = [(whole.manager.new(), 0) for _ in range(waiting)]
-
-    with caches_unchanged(whole):
-        outs = whole.run(requests, whole.hidden(0, padding), padding=padding)
-
-    assert [tuple(out.shape) for out in outs] == [(padding, 48)] * len(whole.layers)
-    assert not any(out.any() for out in outs)
+    check_step_without_tokens(layers(), waiting, padding)

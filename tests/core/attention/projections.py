@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import os
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.projection import output_projection
@@ -19,37 +17,27 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing.kit.tolerances import F64
 from dsv4attn.testing.oracle import attention as oracle
 from tests.harness import SMALL, SWA
+from tests.ranks import gloo_group
 
 
 def project(rank: int, world: int, folder: str) -> None:
     """Project the heads of one rank, sum over all ranks, and write the result to a file of the rank."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
-    distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=60), **store)
-    try:
+    with gloo_group(rank, world, folder) as group:
         for dtype in (torch.float32, torch.bfloat16):
-            y = project_share(ProjectionArgs.draw(dtype), rank, world, distributed.group.WORLD)
+            y = project_share(ProjectionArgs.draw(dtype), rank, world, group)
             torch.save(y, Path(folder, f"{dtype}-{rank}.pt"))
-    finally:
-        distributed.destroy_process_group()
 
 
 def add_rows(rank: int, world: int, folder: str) -> None:
     """Add random rows over the ranks, some rows at a time and all at once, and write both to a file of the rank."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
-    distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=60), **store)
-    try:
-        group, results = distributed.group.WORLD, {}
-        assert group is not None
+    results = {}
+    with gloo_group(rank, world, folder) as group:
         for dtype in (torch.float32, torch.bfloat16):
             # every second row of a wider tensor; gradients are not recorded
             rows = rows_of_rank(rank).to(dtype).repeat_interleave(2, 0)[::2].requires_grad_(dtype == torch.float32)
             parts = [sum_over_ranks(part, group) for part in rows.split([0, 1, 3, 60])]
             results[dtype] = sum_over_ranks(rows, group), torch.cat(parts)
-        torch.save(results, Path(folder, f"sum-{rank}.pt"))
-    finally:
-        distributed.destroy_process_group()
+    torch.save(results, Path(folder, f"sum-{rank}.pt"))
 
 
 def rows_of_rank(rank: int) -> Tensor:

@@ -37,7 +37,7 @@ from tests.core.attention.projections import (
 )
 from tests.core.model.scaled import CPU, OCP, Scaled, each_dialect, each_form
 from tests.harness import LIMITS
-from tests.ranks import run_ranks
+from tests.ranks import gloo_group, run_ranks
 
 BF16, F32 = torch.bfloat16, torch.float32
 META = torch.device("meta")
@@ -283,14 +283,10 @@ def test_a_deterministic_backend_sums_in_the_order_of_ranks(monkeypatch: pytest.
     assert given[1] is group
 
 
-def test_a_group_of_one_rank_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+def test_a_group_of_one_rank_changes_no_bit(tmp_path: Path) -> None:
+    with gloo_group(0, 1, tmp_path) as group:
         args = ProjectionArgs.draw(F32)
-        y = run(args, process_group=distributed.group.WORLD, linear=lambda x, w: nn.functional.linear(w, x).mT)
-    finally:
-        distributed.destroy_process_group()
+        y = run(args, process_group=group, linear=lambda x, w: nn.functional.linear(w, x).mT)
 
     assert torch.equal(y, nn.functional.linear(args.wo_b, z_of(args)).mT)
 

@@ -311,10 +311,7 @@ def index_ops() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
         "build_window_indices": ({**paged, "window": 4}, (new(5, 4), new(5))),
         "build_gather_lens": ({**lengths, "window": 4}, (new(2),)),
         "build_compressed_slot_mapping": ({**paged, "ratio": 2}, (new(5, dtype=torch.int64), new(5))),
-        "build_cached_mask": (
-            {**tokens, "num_cached": lens - 2, "ratio": 2},
-            (valid.clone(),),
-        ),
+        "build_cached_mask": ({**tokens, "num_cached": lens - 2, "ratio": 2}, (valid.clone(),)),
         "build_owned_slot_mapping": (
             {"ownership": Ownership(1, 2), **paged, "ratio": 2},
             (new(5, dtype=torch.int64), new(5)),

@@ -53,6 +53,7 @@ from tests.harness import (
     deterministic,
     random_weights,
 )
+from tests.ranks import gloo_group
 from tests.testing.mutants_rank_ops import Merges
 from tests.tools.replay.rank_cases import REPLAYS
 
@@ -65,25 +66,22 @@ def serve(rank: int, folder: str, chosen: Mapping[int, Sequence[str]]) -> None:
     chosen: names of cases by the size of their group. With a group of 4, "heads" and "gone" are run too.
     """
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": max(chosen)}
-    # the last rank waits for its first case until the others have been through all cases of fewer ranks
-    distributed.init_process_group("gloo", timeout=dt.timedelta(minutes=10), **store)
     failed: dict[tuple[int, str], str] = {}
-    groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(minutes=10)) for size in chosen}
-    for size, group in groups.items():
-        cases = {**CASES, **REPLAYS.get(size, {})}
-        for name in chosen[size] if rank < size else ():
-            failed[size, name] = _said(partial(cases[name], group))
-    if 4 in chosen:
-        last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
-        pairs = [[distributed.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
-        failed[4, "heads"] = _said(partial(heads, pairs[0][rank // 2], pairs[1][rank % 2]))
-        distributed.barrier()
-        if rank < 3:
-            failed[3, "gone"] = _gone(rank, last)
-    torch.save(failed, Path(folder, f"{rank}.pt"))
-    os._exit(0)  # a group with a rank that has gone cannot be destroyed in order
+    with gloo_group(rank, max(chosen), folder):
+        groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(minutes=10)) for size in chosen}
+        for size, group in groups.items():
+            cases = {**CASES, **REPLAYS.get(size, {})}
+            for name in chosen[size] if rank < size else ():
+                failed[size, name] = _said(partial(cases[name], group))
+        if 4 in chosen:
+            last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
+            pairs = [[distributed.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
+            failed[4, "heads"] = _said(partial(heads, pairs[0][rank // 2], pairs[1][rank % 2]))
+            distributed.barrier()
+            if rank < 3:
+                failed[3, "gone"] = _gone(rank, last)
+        torch.save(failed, Path(folder, f"{rank}.pt"))
+        os._exit(0)  # a group with a rank that has gone cannot be destroyed in order
 
 
 def _said(case: Callable[[], None]) -> str:

@@ -188,20 +188,11 @@ def bound(**changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"wq_c": torch.zeros(1)},
-            r"^weights: expected names of a c4a layer: wq_a, .*, got 'wq_c'; did you mean",
-        ),
+        ({"wq_c": torch.zeros(1)}, r"^weights: expected names of a c4a layer: wq_a, .*, got 'wq_c'; did you mean"),
         ({"wq_b": None}, r"^weights\['wq_b'\]: expected a weight \(128, 24\), got nothing"),
-        (
-            {"wq_b": torch.zeros(127, 24)},
-            r"^weights.wq_b: expected shape \[128, 24\], got \[127, 24\] -> pass",
-        ),
+        ({"wq_b": torch.zeros(127, 24)}, r"^weights.wq_b: expected shape \[128, 24\], got \[127, 24\] -> pass"),
         ({"wq_a": torch.zeros(48, 24)}, r"^weights.wq_a: expected shape \[24, 48\], got \[48, 24\] -> transpose it"),
-        (
-            {"wq_a": torch.zeros(24, 48).half()},
-            r"^weights.wq_a: expected bfloat16 or float32, or fp8 .* got float16",
-        ),
+        ({"wq_a": torch.zeros(24, 48).half()}, r"^weights.wq_a: expected bfloat16 or float32, or fp8 .* got float16"),
         ({"wq_a": torch.zeros(24, 48, dtype=torch.int8)}, r"^weights.wq_a: expected bfloat16 .* got int8"),
         ({"q_norm": torch.nn.Linear(2, 2)}, r"^weights.q_norm: expected a tensor, got Linear -> pass its .weight"),
         ({"layers.1.attn.wq_d.weight": torch.zeros(1)}, r"^weights: expected names .* got 'layers.1.attn.wq_d.weight'"),

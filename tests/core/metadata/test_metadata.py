@@ -192,10 +192,7 @@ BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
         "got request 3 with 2 after request 1 with 9 -> order the batch by phase",
     ),
     (lambda: batch_of([1] * 7, [5] * 7), "batch requests: expected at most 6, got 7 -> raise Limits.max_num_reqs$"),
-    (
-        lambda: batch_of([32, 33], [32, 33]),
-        "batch tokens: expected at most 64, got 65 -> raise Limits.max_num_batched",
-    ),
+    (lambda: batch_of([32, 33], [32, 33]), "batch tokens: expected at most 64, got 65 -> raise Limits.max_num_batched"),
     (lambda: batch_of([3, -1], [9, 9]), "query_start_loc: expected ascending values that begin with 0"),
     (
         lambda: batch_of([1, 2], [9, 9], query_start_loc_cpu=torch.tensor([1, 2, 4], dtype=I32)),

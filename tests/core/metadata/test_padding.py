@@ -14,7 +14,7 @@ from tests.harness import (
     BLOCK_TABLES,
     LayerStack,
     all_bytes,
-    caches_unchanged,
+    check_step_without_tokens,
     padded_batch,
     stale_positions,
     with_padding,
@@ -123,14 +123,7 @@ def test_the_output_projection_takes_any_position_of_padding_and_no_wrong_one_of
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("model", STACKS)
 def test_a_step_without_tokens_gives_zeros(model: str, padding: int, waiting: int) -> None:
-    whole = stack(model)
-    requests = [(whole.manager.new(), 0) for _ in range(waiting)]
-
-    with caches_unchanged(whole):
-        outs = whole.run(requests, whole.hidden(0, padding), padding=padding)
-
-    assert [tuple(out.shape) for out in outs] == [(padding, 48)] * len(whole.layers)
-    assert not any(out.any() for out in outs)
+    check_step_without_tokens(stack(model), waiting, padding)
 
 
 @pytest.mark.parametrize("model", STACKS)

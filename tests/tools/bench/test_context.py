@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import io
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ import pytest
 import torch
 from attrs import evolve
 from rich.console import Console
-from torch import distributed
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
@@ -30,6 +28,7 @@ from dsv4attn.tools.bench.forward_step import ForwardStep
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.report import context_text
 from dsv4attn.tools.replay.over_ranks import MeteredContext
+from tests.ranks import gloo_group
 from tests.tools.bench.sample_runs import HERE
 
 CPU = torch.device("cpu")
@@ -39,11 +38,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[MeteredContext]:
     """A group of one rank."""
-    store: dict[str, Any] = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
-    distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=60), **store)
-    assert distributed.group.WORLD is not None
-    yield MeteredContext(distributed.group.WORLD)
-    distributed.destroy_process_group()
+    with gloo_group(0, 1, tmp_path) as group:
+        yield MeteredContext(group)
 
 
 def measured(context: MeteredContext) -> bench.ContextResult:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from math import ceil
 from pathlib import Path
@@ -15,10 +13,10 @@ import torch
 from click.testing import CliRunner
 
 from dsv4attn.tools.cli import bench_device, main
-from tests.examples.built_wheels import ROOT
+from tests.ranks import torchrun
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-SMALL = ("--device", "cpu", "--requests", "2", "--context", "2100", "--rounds", "2")
+SMALL = ("bench-context", "--device", "cpu", "--requests", "2", "--context", "2100", "--rounds", "2")
 
 WRONG_RANK = """
 import os, pathlib
@@ -47,14 +45,6 @@ def refused(*args: str, **env: str | None) -> str:
     assert result.exit_code == 2, result.output
     assert not result.stdout
     return str(result.stderr)
-
-
-def torchrun(folder: Path, program: list[str], *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    command = [*launch, *program, "bench-context", *SMALL, *options]
-    # a run that gets little of the CPU takes minutes; a rank waits five for another, and its error says for what
-    return subprocess.run(command, cwd=folder, env=env, timeout=600, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("absent", LAUNCHED)
@@ -110,7 +100,7 @@ def test_each_rank_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.matrix
 def test_two_ranks_print_and_save_once_and_agree_with_one(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, ["-m", "dsv4attn"], "--save", "run.json")
+    done = torchrun(tmp_path, "-m", "dsv4attn", *SMALL, "--save", "run.json")
 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -144,7 +134,7 @@ def test_two_ranks_print_and_save_once_and_agree_with_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_any_number_of_ranks_agrees_with_one(tmp_path: Path, ranks: int) -> None:
     option = "--option", f"deterministic={'true' if ranks == 4 else 'false'}"
-    done = torchrun(tmp_path, ["-m", "dsv4attn"], "--save", "run.json", *option, ranks=ranks)
+    done = torchrun(tmp_path, "-m", "dsv4attn", *SMALL, "--save", "run.json", *option, ranks=ranks)
 
     assert done.returncode == 0, done.stderr
     saved = json.loads((tmp_path / "run.json").read_text())
@@ -164,7 +154,7 @@ def test_options_reach_the_backend() -> None:
 @pytest.mark.mutation
 def test_a_disagreement_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     (tmp_path / "wrong_rank.py").write_text(WRONG_RANK, encoding="utf-8")
-    done = torchrun(tmp_path, ["wrong_rank.py"])
+    done = torchrun(tmp_path, "wrong_rank.py", *SMALL)
 
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["1", "1"], done.stderr
     said = " ".join(done.stdout.split())

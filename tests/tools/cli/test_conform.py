@@ -331,6 +331,8 @@ def test_a_backend_that_cannot_be_made_ends_with_1(machine: Machine) -> None:
     [
         (["referen"], "did you mean 'reference'?"),
         (["reference", "--device", "cuda:99"], "device: expected a device of this machine, got 'cuda:99'"),
+        (["reference", "--device", "xpuu"], "got 'xpuu' -> give a name of torch; this machine has cpu; did you mean"),
+        (["reference", "--device", ""], "device: expected a device of this machine, got '' -> give a name of torch"),
         (["reference", "--option", "fast=1"], "option 'fast' of backend reference"),
         (["reference", "--option", "fast"], "expected key=value"),
         (["reference", "--filter", "S1,sinc"], "'sinc', which none has"),

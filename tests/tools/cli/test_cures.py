@@ -22,11 +22,7 @@ PROBLEMS = {
         {},
         f"repair or remove it, or {LEAVE_OUT}acme",
     ),
-    "a plugin without a hook": (
-        "x = 1",
-        {},
-        "mark dsv4attn_backends with dsv4attn.hookspecs.hookimpl",
-    ),
+    "a plugin without a hook": ("x = 1", {}, "mark dsv4attn_backends with dsv4attn.hookspecs.hookimpl"),
     "a hook that returns nonsense": (
         "from dsv4attn.hookspecs import hookimpl\n@hookimpl\ndef dsv4attn_backends(): return 3",
         {},
@@ -39,11 +35,7 @@ PROBLEMS = {
         {},
         "install a newer dsv4attn, or a release of it for contract 1.0",
     ),
-    "a plugin for a newer major contract": (
-        plugin(api="2.0"),
-        {},
-        "install a release of it for contract 1",
-    ),
+    "a plugin for a newer major contract": (plugin(api="2.0"), {}, "install a release of it for contract 1"),
     "a backend whose support raises": (
         plugin(support="raise KeyError('boom')"),
         {},

@@ -279,39 +279,29 @@ def test_names_are_compared_as_packaging_tools_do(place: Place, name: str) -> No
     assert place.said(VLLM)["state"] == "active"
 
 
-@pytest.mark.parametrize(
-    ("point", "said"),
-    [
-        ("", "LookupError: it has no entry point in vllm.general_plugins"),
-        ("[vllm.platform_plugins]\ndsv4attn = dsv4attn_vllm:register\n", "LookupError: it has no entry point in "),
-        ("[vllm.general_plugins]\ndsv4attn = dsv4attn_gone:register\n", "ModuleNotFoundError: No module named "),
-        ("[vllm.general_plugins]\ndsv4attn = :\n", "AttributeError: "),
-    ],
-)
-def test_a_wheel_whose_entry_point_leads_nowhere_is_broken(place: Place, point: str, said: str) -> None:
+BROKEN: list[tuple[dict[str, str], str]] = [
+    # entry points that lead nowhere
+    ({"point": ""}, "LookupError: it has no entry point in vllm.general_plugins"),
+    (
+        {"point": "[vllm.platform_plugins]\ndsv4attn = dsv4attn_vllm:register\n"},
+        "LookupError: it has no entry point in ",
+    ),
+    ({"point": "[vllm.general_plugins]\ndsv4attn = dsv4attn_gone:register\n"}, "ModuleNotFoundError: No module named "),
+    ({"point": "[vllm.general_plugins]\ndsv4attn = :\n"}, "AttributeError: "),
+    # guards that cannot be asked
+    ({"guard": "raise ImportError('libacme.so')"}, "ImportError: libacme.so"),
+    ({"guard": "class Panic(BaseException): pass\nraise Panic('rust')"}, "Panic: rust"),
+    ({"guard": "raise SystemExit(0)"}, "SystemExit: 0"),
+    ({"guard": "x = 1"}, "AttributeError: module 'dsv4attn_vllm.guard' has no attribute 'GUARD'"),
+    ({"guard": "GUARD = None"}, "AttributeError: "),
+    ({"guard": "from dsv4attn.integrations.engines import Guard\nGUARD = Guard(None, tested=None)"}, "TypeError: "),
+]
+
+
+@pytest.mark.parametrize(("wheel", "said"), BROKEN)
+def test_a_wheel_that_cannot_be_found_or_asked_is_broken(place: Place, wheel: dict[str, str], said: str) -> None:
     place.engine(VLLM)
-    place.wheel(VLLM, point=point)
-    result = place.said(VLLM)
-
-    assert (result["state"], result["cure"]) == ("broken", "reinstall dsv4attn-vllm, or uninstall it")
-    assert result["why"].startswith(f"dsv4attn-vllm 0.1.0 is broken: {said}")
-    assert result["traceback"]
-
-
-@pytest.mark.parametrize(
-    ("guard", "said"),
-    [
-        ("raise ImportError('libacme.so')", "ImportError: libacme.so"),
-        ("class Panic(BaseException): pass\nraise Panic('rust')", "Panic: rust"),
-        ("raise SystemExit(0)", "SystemExit: 0"),
-        ("x = 1", "AttributeError: module 'dsv4attn_vllm.guard' has no attribute 'GUARD'"),
-        ("GUARD = None", "AttributeError: "),
-        ("from dsv4attn.integrations.engines import Guard\nGUARD = Guard(None, tested=None)", "TypeError: "),
-    ],
-)
-def test_a_guard_that_cannot_be_asked_is_a_broken_wheel(place: Place, guard: str, said: str) -> None:
-    place.engine(VLLM)
-    place.wheel(VLLM, guard)
+    place.wheel(VLLM, **wheel)
     result = place.said(VLLM)
 
     assert (result["state"], result["cure"]) == ("broken", "reinstall dsv4attn-vllm, or uninstall it")

@@ -136,7 +136,7 @@ def test_a_device_that_this_machine_lacks_is_bad_input_before_anything_runs(mode
 
     assert (result.exit_code, result.stdout) == (2, "")
     [line] = result.stderr.splitlines()
-    assert line.startswith(f"Error: device: expected a device of this machine, got {name} (")
+    assert line.startswith(f"Error: device: expected a device of this machine, got {name!r}")
     assert " -> give a name of torch; this machine has cpu" in line
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.cli.ranks import check_ranks
-from tests.examples.built_wheels import ROOT
+from tests.ranks import torchrun
 from tests.tools.replay.small import CONFIG, GEOMETRY
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -71,8 +69,6 @@ def test_an_interleave_needs_ranks() -> None:
 @pytest.mark.slow
 def test_two_ranks_under_torchrun_print_once(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dsv4attn"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     options = [
         "--context-parallel",
         "2",
@@ -84,9 +80,7 @@ def test_two_ranks_under_torchrun_print_once(tmp_path: Path) -> None:
         "2",
         "--json",
     ]
-    done = subprocess.run(
-        [*launch, "run", *options], cwd=tmp_path, env=env, timeout=120, capture_output=True, text=True, check=False
-    )
+    done = torchrun(tmp_path, "-m", "dsv4attn", "run", *options, "--json")
 
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -16,14 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from dsv4attn.backends.sm90.attention.kernels_common import FLAT_S, ONE_L, halve
-from dsv4attn.backends.sm90.attention.kernels_schedule import (
-    FP8_PAGES,
-    advance,
-    begin,
-    columns,
-    page_of,
-    spread_over,
-)
+from dsv4attn.backends.sm90.attention.kernels_schedule import FP8_PAGES, advance, begin, columns, page_of, spread_over
 from dsv4attn.backends.sm90.attention.ptx import codes, nibbles
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 

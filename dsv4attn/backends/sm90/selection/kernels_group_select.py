@@ -15,11 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.launching.kernels_pdl import (
-    launch_dependents,
-    launch_dependents_of_few,
-    wait_prior_grid,
-)
+from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, launch_dependents_of_few, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, ScoreForm
 from dsv4attn.backends._triton.layer.indexer.kernels import load_rows, scores_of_tile, uniform

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from functools import partial
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[2] / "dsv4attn-vllm" / "tests")]
 
 import measuring
-from measuring import kinds_of, medians, object_of, prompts_of, say
+from measuring import Engine, EngineError, check_cases, kinds_of, medians, object_of, prompts_of, say
 from released_sizes import MODELS
 
 OF_SGLANG = "sglang"
@@ -54,8 +54,6 @@ PROFILED = 8
 FIGURES = {name: measuring.FIGURES[name] for name in ("first_token_s", "per_token_ms", "tokens_per_s")}
 VOCABULARY = 100000
 """Tokens of prompts are below it."""
-REQUESTS = 256
-"""Most requests of a case."""
 
 
 def write_model(folder: Path, kinds: list[str], experts: int) -> None:
@@ -73,32 +71,30 @@ def write_model(folder: Path, kinds: list[str], experts: int) -> None:
 def serve(link: Connection, log: str, environment: dict[str, str], options: dict[str, Any]) -> None:
     """What an engine's process does: serve each (prompts, tokens, profile) that arrives, and send the seconds.
 
-    profile: a folder for traces, or None. The process ends when the other end of the link is closed.
+    profile: a folder for traces, or None.
     """
     measuring.begin_engine(log, environment)
-    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.entrypoints.engine import Engine as SGLangEngine
 
-    engine = Engine(**options)
+    engine = SGLangEngine(**options)
     link.send(None)
-    while True:
-        try:
-            prompts, tokens, profile = link.recv()
-        except EOFError:
-            break
-        if profile:
-            asked = {"num_steps": PROFILED, "activities": ["GPU"], "profile_by_stage": True, "with_stack": False}
-            engine.start_profile(output_dir=profile, **asked)
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        begin = time.perf_counter()
-        outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
-        seconds = time.perf_counter() - begin
-        assert all(len(output["output_ids"]) == tokens for output in outputs)
-        link.send(seconds)
+    with suppress(EOFError):
+        while (work := link.recv()) is not None:
+            prompts, tokens, profile = work
+            if profile:
+                asked = {"num_steps": PROFILED, "activities": ["GPU"], "profile_by_stage": True, "with_stack": False}
+                engine.start_profile(output_dir=profile, **asked)
+            sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+            begin = time.perf_counter()
+            outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+            seconds = time.perf_counter() - begin
+            assert all(len(output["output_ids"]) == tokens for output in outputs)
+            link.send(seconds)
     engine.shutdown()
 
 
-def started(name: str, options: dict[str, Any], folder: Path) -> Connection:
-    """Start an engine's process, which ends with the command: its link. It sends None when it is ready."""
+def engine_of(name: str, options: dict[str, Any], folder: Path) -> Engine:
+    """An engine's process, which ends with the command."""
     environment = {
         "DSV4ATTN_SGLANG": str(int(name != OF_SGLANG)),
         "DSV4ATTN_SGLANG_PARTS": name.partition(":")[2] or "auto",
@@ -106,55 +102,30 @@ def started(name: str, options: dict[str, Any], folder: Path) -> Connection:
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "1",
     }
-    process, link = measuring.start_engine(serve, folder / f"{name}.log", environment, options)
-
-    def end() -> None:
-        link.close()
-        process.join(10)
-        process.terminate()
-
-    click.get_current_context().call_on_close(end)
-    return link
+    engine = Engine(serve, folder / f"{name}.log", environment, options)
+    click.get_current_context().call_on_close(engine.close)
+    return engine
 
 
-def wait_for(links: dict[str, Connection], seconds: float, folder: Path) -> None:
-    """Wait until all engines are ready, so many seconds at most."""
-    limit = time.monotonic() + seconds
-    for name, link in links.items():
-        try:
-            if not link.poll(max(0.0, limit - time.monotonic())):
-                raise click.ClickException(f"{name}: not ready after {seconds:.0f} s, see {folder / name}.log")
-            link.recv()
-        except EOFError as error:
-            raise click.ClickException(f"{name}: did not start, see {folder / name}.log") from error
-
-
-def seconds_of(link: Connection, prompts: list[list[int]], tokens: int, profile: str | None = None) -> float:
-    """How long an engine takes for these prompts at once, and so many tokens of each answer."""
-    link.send((prompts, tokens, profile))
-    seconds: float = link.recv()
-    return seconds
-
-
-def measured(links: dict[str, Connection], count: int, length: int, tokens: int, turns: int) -> dict[str, Any]:
+def measured(engines: dict[str, Engine], count: int, length: int, tokens: int, turns: int) -> dict[str, Any]:
     """Figures of each engine, by its name: medians of the turns."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in links}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for turn in range(turns + 1):
         prompts = prompts_of(count, length, turn, VOCABULARY)
-        for name, link in links.items():
-            first, whole = (seconds_of(link, prompts, number) for number in (1, tokens))
+        for name, engine in engines.items():
+            first, whole = (engine.ask(prompts, number, None) for number in (1, tokens))
             decode = (whole - first) / (tokens - 1)
             figures = {"first_token_s": first, "per_token_ms": decode * 1e3, "tokens_per_s": count * tokens / whole}
             found[name] += [figures] * (turn > 0)
     return {name: medians(of_turns) for name, of_turns in found.items()}
 
 
-def profiled(links: dict[str, Connection], count: int, length: int, folder: Path) -> None:
+def profiled(engines: dict[str, Engine], count: int, length: int, folder: Path) -> None:
     """Let each engine serve a case once more with a profile, and leave what `kernels_of` says beside the traces."""
-    for name, link in links.items():
+    for name, engine in engines.items():
         of_engine = folder / f"{count}x{length}" / name
         of_engine.mkdir(parents=True)
-        seconds_of(link, prompts_of(count, length, 0, VOCABULARY), 2 * PROFILED, str(of_engine))
+        engine.ask(prompts_of(count, length, 0, VOCABULARY), 2 * PROFILED, str(of_engine))
         # of several ranks, the first
         for trace in of_engine.glob("*-TP-0-*.trace.json.gz"):
             stage = trace.name.removesuffix(".trace.json.gz").rpartition("-")[2].lower()
@@ -209,13 +180,13 @@ def new_folder(ctx: click.Context, parameter: click.Parameter, folder: Path | No
     "--cases",
     default="8x1024,64x1024,256x1024,8x8192",
     show_default=True,
-    callback=partial(measuring.cases_of, requests=REQUESTS, limit=f", of at most {REQUESTS} requests"),
+    callback=measuring.cases_of,
     help="REQUESTSxTOKENS, with commas between them",
 )
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="that each request generates")
 @click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="counted turns of each engine")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="that share each layer")
-@click.option("--engine", "engines", type=click.Choice(ENGINES), multiple=True, help="to measure, see above")
+@click.option("--engine", "names", type=click.Choice(ENGINES), multiple=True, help="to measure, see above")
 @click.option("--start-limit", default=400.0, show_default=True, help="seconds that all engines may take to start")
 @click.option(
     "--options", "more", default="{}", callback=object_of, help="of SGLang's Engine, more for all engines, as JSON"
@@ -231,7 +202,7 @@ def main(
     tokens: int,
     turns: int,
     gpus: int,
-    engines: tuple[str, ...],
+    names: tuple[str, ...],
     start_limit: float,
     more: dict[str, Any],
     folder: Path | None,
@@ -252,7 +223,7 @@ def main(
         "dtype": "bfloat16",
         "tp_size": gpus,
         "context_length": 16384,
-        "max_running_requests": REQUESTS,
+        "max_running_requests": 256,
         "max_total_tokens": 2**19,
         "swa_full_tokens_ratio": 0.6,
         # the engines share the GPU: the number of tokens limits the caches
@@ -264,10 +235,7 @@ def main(
         "random_seed": 0,
         **more,
     }
-    longest = max(length for _, length in cases) + tokens
-    if longest > options["context_length"]:
-        expected = f"at most {options['context_length']} tokens of a request with its answer"
-        raise click.UsageError(f"--cases: expected {expected}, got {longest}")
+    check_cases(cases, tokens, options["max_running_requests"], options["context_length"])
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
@@ -280,20 +248,22 @@ def main(
         "options": more,
         "cases": [],
     }
-    links = {name: started(name, options, folder) for name in dict.fromkeys(engines or ("dsv4attn", OF_SGLANG))}
-    wait_for(links, start_limit, folder)
+    engines = {name: engine_of(name, options, folder) for name in dict.fromkeys(names or ("dsv4attn", OF_SGLANG))}
+    limit = time.monotonic() + start_limit
     try:
+        for engine in engines.values():
+            engine.receive(max(0.0, limit - time.monotonic()))
         for count, length in cases:
-            figures = measured(links, count, length, tokens, turns)
+            figures = measured(engines, count, length, tokens, turns)
             report["cases"].append({"requests": count, "prompt": length, "figures": figures})
             say(json.dumps(report["cases"][-1]))
             if out:
                 out.write_text(json.dumps(report, indent=1) + "\n")
         Console(width=160).print(table_of(report))
         for count, length in cases if profile else ():
-            profiled(links, count, length, profile)
-    except (EOFError, OSError) as error:
-        raise click.ClickException(f"an engine ended, see the logs in {folder}") from error
+            profiled(engines, count, length, profile)
+    except EngineError as error:
+        raise click.ClickException(f"an engine failed, see the logs in {folder}: {error}") from error
 
 
 if __name__ == "__main__":

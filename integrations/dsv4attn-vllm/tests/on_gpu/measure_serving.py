@@ -62,7 +62,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, pairwise
 from multiprocessing.connection import Connection
@@ -78,7 +78,7 @@ from dsv4attn.tools.cli.options import PATH, target_file, target_folder
 
 sys.path.append(str(Path(__file__).parents[1]))
 import measuring
-from measuring import FIGURES, kinds_of, medians, object_of, prompts_of, say
+from measuring import FIGURES, Engine, EngineError, check_cases, kinds_of, medians, object_of, prompts_of, say
 from released_sizes import FP8, MODELS
 
 PLUGINS = OF_DSV4ATTN, OF_VLLM = "dsv4attn", "vllm"
@@ -93,8 +93,6 @@ CAPTURED = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 """Numbers of requests for which graphs are captured."""
 CACHES = "TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TILELANG_TMP_DIR", "VLLM_CACHE_ROOT"
 """Variables that name a folder for compiled code."""
-LOG_CHARACTERS = 3000
-"""At the end of the log of an engine that failed, which are printed and saved."""
 VOCABULARY = 16000
 """Tokens of prompts are below it, as any rank has them."""
 WIDTH = 200
@@ -401,62 +399,13 @@ def busy(intervals: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-class EngineError(Exception):
-    """An engine did not start, or ended. It has the end of its log."""
-
-
-class Engine:
-    """A process with an engine. plugin: `OF_DSV4ATTN` or `OF_VLLM`.
-
-    start: wait until it is ready. ready_s: seconds that its constructor took. context: the device, and versions.
-    """
-
-    def __init__(
-        self, plugin: str, options: dict[str, Any], folder: Path, parts: str, environment: Mapping[str, str]
-    ) -> None:
-        common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": parts}
-        common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
-        common |= {"DG_JIT_CACHE_DIR": str(folder / "deep-gemm"), **environment}
-        self.ready_s, self.context = math.nan, dict[str, str]()
-        self.log = folder / f"{plugin}.log"
-        self.process, self.link = measuring.start_engine(serve, self.log, {**common, **chosen}, options)
-
-    def _error(self, reason: str) -> EngineError:
-        """The error to raise. The process is ended."""
-        self.process.terminate()
-        self.process.join(30)
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return EngineError(f"{reason}\n{text[-LOG_CHARACTERS:]}".strip())
-
-    def _receive(self, limit: float | None) -> Any:
-        """What the process sends next, after this number of seconds at most."""
-        try:
-            if not self.link.poll(limit):
-                raise self._error(f"no answer after {limit:.0f} s")
-            return self.link.recv()
-        except (EOFError, ConnectionError):
-            raise self._error("the process ended") from None
-
-    def start(self, limit: float) -> None:
-        """Wait until the engine is ready, for this number of seconds at most. Raises EngineError."""
-        self.ready_s, self.context = self._receive(limit)
-
-    def measure(self, prompts: Sequence[Sequence[int]], tokens: int, folder: Path | None = None) -> dict[str, float]:
-        """Serve these prompts at once; with a folder, write a profile there. Raises EngineError."""
-        try:
-            self.link.send((prompts, tokens, folder and str(folder)))
-        except ConnectionError:
-            raise self._error("the process ended") from None
-        figures: dict[str, float] = self._receive(None)
-        return figures
-
-    def close(self) -> None:
-        """End the process."""
-        with suppress(ConnectionError):
-            self.link.send(None)
-        self.process.join(30)
-        self.process.terminate()
+def engine_of(plugin: str, options: dict[str, Any], folder: Path, parts: str, environment: Mapping[str, str]) -> Engine:
+    """A process with an engine. plugin: `OF_DSV4ATTN` or `OF_VLLM`."""
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    chosen = {"DSV4ATTN_VLLM": "0"} if plugin == OF_VLLM else {"DSV4ATTN_VLLM": "1", "DSV4ATTN_VLLM_PARTS": parts}
+    common |= {name: str(folder / f"{plugin}-caches" / name.lower()) for name in CACHES}
+    common |= {"DG_JIT_CACHE_DIR": str(folder / "deep-gemm"), **environment}
+    return Engine(serve, folder / f"{plugin}.log", {**common, **chosen}, options)
 
 
 @define
@@ -484,15 +433,15 @@ class Run:
     def start(self, plugin: str, engine: Engine, limit: float, *, is_alone: bool = True) -> None:
         """Wait until an engine is ready, for this number of seconds at most. is_alone: no other starts meanwhile."""
         try:
-            engine.start(limit)
+            ready_s, context = engine.receive(limit)
         except EngineError as error:
             self.leave_out(plugin, error)
         else:
             self.engines[plugin] = engine
-            self.report |= engine.context
+            self.report |= context
             if is_alone:
-                self.report["ready_s"][plugin] = engine.ready_s
-            say(f"{plugin}: ready after {engine.ready_s:.1f} s")
+                self.report["ready_s"][plugin] = ready_s
+            say(f"{plugin}: ready after {ready_s:.1f} s")
         self.save()
 
     def measure(self, count: int, length: int) -> None:
@@ -501,7 +450,7 @@ class Run:
         for turn in range(self.report["turns"] + 1):
             for plugin, engine in [*self.engines.items()]:
                 try:
-                    figures = engine.measure(prompts_of(count, length, turn, VOCABULARY), self.report["tokens"])
+                    figures = engine.ask(prompts_of(count, length, turn, VOCABULARY), self.report["tokens"], None)
                 except EngineError as error:
                     self.leave_out(plugin, error)
                 else:
@@ -517,7 +466,7 @@ class Run:
         for plugin, engine in [*self.engines.items()]:
             prompts = prompts_of(count, length, self.report["turns"] + 1, VOCABULARY)
             try:
-                summary = engine.measure(prompts, self.report["tokens"], folder / plugin)
+                summary = engine.ask(prompts, self.report["tokens"], str(folder / plugin))
             except EngineError as error:
                 self.leave_out(plugin, error)
             else:
@@ -533,15 +482,6 @@ def drafting(drafts: int) -> dict[str, Any]:
     """What vLLM is told about so many drafts."""
     accepting = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + drafts / 2}
     return {"method": "mtp", "num_speculative_tokens": drafts, **accepting}
-
-
-def check_cases(cases: Sequence[tuple[int, int]], tokens: int, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for a case whose requests do not all run at once, or are too long with their answers."""
-    requests, longest = options["max_num_seqs"], options["max_model_len"]
-    for count, length in cases:
-        if count > requests or length + tokens > longest:
-            expected = f"at most {requests} requests of {longest} tokens with their answers"
-            raise click.UsageError(f"--cases: expected {expected}, got {count}x{length} and {tokens} tokens")
 
 
 @click.command(help=__doc__)
@@ -637,7 +577,7 @@ def main(
         **({"tensor_parallel_size": gpus} if gpus > 1 else {}),
         **more,
     }
-    check_cases(cases, tokens, options)
+    check_cases(cases, tokens, options["max_num_seqs"], options["max_model_len"])
     folder = folder or Path(tempfile.mkdtemp(prefix="dsv4attn-vllm-"))
     folder.mkdir(parents=True, exist_ok=True)
     say(f"logs: {folder}")
@@ -669,7 +609,7 @@ def main(
     try:
         chosen = [plugin for plugin in PLUGINS if only in (None, plugin)]
         for plugin in chosen:
-            engines.append(Engine(plugin, options, folder, parts, environment))
+            engines.append(engine_of(plugin, options, folder, parts, environment))
             if not at_once:
                 run.start(plugin, engines[-1], start_limit)
         for plugin, engine in zip(chosen, engines, strict=True) if at_once else ():

@@ -17,14 +17,7 @@ from small_model import logprobs, replayed, share_of
 from small_v41 import ReferenceV41
 
 import dsv4attn
-from on_gpu.scenarios import (
-    PIPELINE_PARALLEL,
-    SCENARIOS,
-    TENSOR_PARALLEL,
-    V41_SCENARIOS,
-    WITHOUT_OFFLOADING,
-    Scenario,
-)
+from on_gpu.scenarios import PIPELINE_PARALLEL, SCENARIOS, TENSOR_PARALLEL, V41_SCENARIOS, WITHOUT_OFFLOADING, Scenario
 
 HERE = Path(__file__).parent
 UNKNOWN = -2

@@ -281,11 +281,7 @@ MUTANTS = {
     "absent lanes are keys of zeros": ("attention", MASK, "z = z * (numbers.scale * LOG2E)"),
     "sink twice": ("attention", "tl.exp2(tl.load(sink", "2.0 * tl.exp2(tl.load(sink"),
     "sink scaled": ("attention", "other=0.0) * LOG2E - largest", "other=0.0) * LOG2E * 0.5 - largest"),
-    "sink forgotten by the reduction": (
-        "reduce",
-        "tl.load(sink + head) * LOG2E",
-        "0.0 * tl.load(sink + head) - 1e4",
-    ),
+    "sink forgotten by the reduction": ("reduce", "tl.load(sink + head) * LOG2E", "0.0 * tl.load(sink + head) - 1e4"),
     "last tile forgotten": ("attention", "first_tiles = tl.cdiv(window_length, N)", "first_tiles = window_length // N"),
     "sums not brought to the new maximum": ("attention", "acc_left * shrink[:, None]", "acc_left"),
     "parts without keys added": ("reduce", '(its_lse > -float("inf"))[:, None]', "(split < splits)[:, None]"),

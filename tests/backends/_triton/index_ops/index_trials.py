@@ -188,3 +188,12 @@ def to_device(value: Any) -> Any:
         return value
     base = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(DEVICE)
     return base.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def with_changed(op: Callable[..., None], change: Callable[..., tuple[Any, ...]]) -> Callable[..., None]:
+    """Return an op that changes its positional arguments before it runs."""
+
+    def wrong(*args: Any, **keywords: Any) -> None:
+        op(*change(*args), **keywords)
+
+    return wrong

@@ -38,6 +38,7 @@ from tests.backends._triton.index_ops.index_trials import (
     spoiled,
     table_of,
     to_device,
+    with_changed,
 )
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged
 from tests.core.attention.strategies import searched
@@ -219,16 +220,6 @@ def request_in_a_hurry(token: Any, starts: Any, stride: Any, base: Any, num_reqs
     return low
 
 
-def with_changed(name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[..., None]:
-    """Return an op that changes its positional arguments before it runs."""
-    right = getattr(kernels, name)
-
-    def wrong(*args: Any, **keywords: Any) -> None:
-        right(*change(*args), **keywords)
-
-    return wrong
-
-
 def one_more_visible(topk: Any, seen: Any, *rest: Any) -> tuple[Any, ...]:
     return topk, (seen.long() + 1).clamp(max=2**31 - 1).to(INT), *rest
 
@@ -246,11 +237,7 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
     (translate_ragged, "compute_global_topk_ragged_indices_and_indptr", one_more_visible),
     (translate, "compute_global_topk_indices_and_lens", one_more_visible),
     (combine, "combine_topk_swa_indices", one_more_visible_in_a_chunk),
-    (
-        combine,
-        "combine_topk_swa_indices",
-        lambda topk, chunk: (topk, evolve(chunk, window=max(chunk.window - 1, 1))),
-    ),
+    (combine, "combine_topk_swa_indices", lambda topk, chunk: (topk, evolve(chunk, window=max(chunk.window - 1, 1)))),
     (pack, "build_ragged_indices_from_dense", lambda dense, lens, slots: (dense, lens, slots + 1)),
 ]
 
@@ -262,7 +249,7 @@ def test_a_planted_bug_is_found(make: Any, name: str, bug: Any, monkeypatch: pyt
     is_op = name in {trial.op for trial in (make(Random(0)) for make in OPS)}
     for module in (kernels, ragged, kernels_dense, kernels_ragged):
         if hasattr(module, name):
-            monkeypatch.setattr(module, name, with_changed(name, bug) if is_op else triton.jit(bug))
+            monkeypatch.setattr(module, name, with_changed(getattr(kernels, name), bug) if is_op else triton.jit(bug))
     with small_rounds(kernels, ragged):
         assert not all(make(Random(seed)).agrees(kernels) for seed in range(150))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import traceback
 from collections import Counter
@@ -20,7 +19,7 @@ from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel.context import ContextParallel
 from tests.fast_interpreter.patches import patch_interpreter
 from tests.harness import FP8, LayerStack
-from tests.ranks import run_ranks
+from tests.ranks import gloo_group, run_ranks
 
 RANKS = 2
 
@@ -37,17 +36,14 @@ def serve(rank: int, folder: str) -> None:
     """One rank; what failed is written to its file. A process of its own has not read `conftest.py`."""
     patch_interpreter()
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = f"file://{folder}/store"
-    timeout = dt.timedelta(seconds=120)
-    distributed.init_process_group("gloo", timeout=timeout, init_method=store, rank=rank, world_size=RANKS)
-    said = ""
-    try:
-        compare()
-    except Exception:  # noqa: BLE001 - reported by the parent
-        said = traceback.format_exc()
-    Path(folder, str(rank)).write_text(said, encoding="utf-8")
-    os._exit(0)  # a group with a rank that has failed cannot be destroyed in order
+    with gloo_group(rank, RANKS, folder) as group:
+        said = ""
+        try:
+            compare(group)
+        except Exception:  # noqa: BLE001 - reported by the parent
+            said = traceback.format_exc()
+        Path(folder, str(rank)).write_text(said, encoding="utf-8")
+        os._exit(0)  # a group with a rank that has failed cannot be destroyed in order
 
 
 def name_of(variant: Variant) -> str:
@@ -55,14 +51,12 @@ def name_of(variant: Variant) -> str:
     return f"{variant.name} of one rank" if dict(variant.constants).get("OWNED") else variant.name
 
 
-def compare() -> None:
+def compare(group: distributed.ProcessGroup) -> None:
     """A prompt in two chunks, longer than the top-k, and a decode: all layers, and launches of the decode.
 
     In addition to those of one rank there are a merge, and on c4a layers the choice among candidates.
     """
-    everyone = distributed.group.WORLD
-    assert everyone is not None
-    context = ContextParallel(everyone)
+    context = ContextParallel(group)
     options: dict[str, Any] = {"context_parallel": context, "layer_options": {"context_parallel": context}}
     single = LayerStack(GenericBackend(), FP8, compressed_block_tokens=64)
     many = LayerStack(GenericBackend(), FP8, compressed_block_tokens=64, **options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -123,6 +123,23 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
     return facts
 
 
+def needs(variants: Sequence[Variant], counted: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Name, constants, broken limits and occupancy of each variant. counted: patterns that are counted in its PTX."""
+    facts = []
+    for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):
+        text, need = cross_compile(outcome.variant, TARGET).asm["ptx"], outcome.resources
+        facts.append(
+            {
+                "name": outcome.variant.name,
+                **dict(outcome.variant.constants),
+                "reasons": [str(reason) for reason in outcome.reasons],
+                "occupancy": need.occupancy if need else 0,
+                **{name: len(re.findall(pattern, text)) for name, pattern in counted.items()},
+            }
+        )
+    return facts
+
+
 def tile_forms(
     heads: Sequence[int], kinds: Sequence[tuple[int, KeyFormat]], lses: Sequence[bool] = (False, True)
 ) -> list[dict[str, Any]]:
@@ -133,21 +150,12 @@ def tile_forms(
         for segments, kind in kinds
         for form in small_decode.variants(segments, kind, number, sinks=(True,), lses=lses)
     ]
-    facts = []
-    for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):
-        text, need = cross_compile(outcome.variant, TARGET).asm["ptx"], outcome.resources
-        facts.append(
-            {
-                "name": outcome.variant.name,
-                **dict(outcome.variant.constants),
-                "reasons": [str(reason) for reason in outcome.reasons],
-                "occupancy": need.occupancy if need else 0,
-                "loaded": len(re.findall(r"ld\.global\S*\.v4\.b32", text)),
-                "parts_stored": len(re.findall(r"st\.global\S*\.v2\.b32", text)),
-                "parts_loaded": len(re.findall(r"ld\.global\S*\.v2\.b32", text)),
-            }
-        )
-    return facts
+    loads_and_stores = {
+        "loaded": r"ld\.global\S*\.v4\.b32",
+        "parts_stored": r"st\.global\S*\.v2\.b32",
+        "parts_loaded": r"ld\.global\S*\.v2\.b32",
+    }
+    return needs(variants, loads_and_stores)
 
 
 def few_heads_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
@@ -159,19 +167,8 @@ def few_heads_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
         for form in few_heads.variants(segments, number, sinks=(True,), lses=(True,))
         if form.name == "attend_few_heads"
     ]
-    facts = []
-    for outcome in compile_all(list(dict.fromkeys(variants)), TARGET):
-        text, need = cross_compile(outcome.variant, TARGET).asm["ptx"], outcome.resources
-        facts.append(
-            {
-                **dict(outcome.variant.constants),
-                "reasons": [str(reason) for reason in outcome.reasons],
-                "occupancy": need.occupancy if need else 0,
-                "products": len(re.findall(r"mma\.sync\.aligned\.m16n8k16", text)),
-                "narrow": len(re.findall(r"(?:st|ld)\.shared\S*\.(?:b8|u8|u16)\b", text)),
-            }
-        )
-    return facts
+    products = {"products": r"mma\.sync\.aligned\.m16n8k16", "narrow": r"(?:st|ld)\.shared\S*\.(?:b8|u8|u16)\b"}
+    return needs(variants, products)
 
 
 if __name__ == "__main__":

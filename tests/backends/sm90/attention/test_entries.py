@@ -17,9 +17,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.interpreted import INTERPRETED
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm90 import launch
-from dsv4attn.backends.sm90.attention import small_decode
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm90.tuning import COMBINE_ROUNDS, TILE_SIZES, FewHeadsSizes, TileSizes
+from dsv4attn.backends.sm90.tuning import TILE_SIZES, FewHeadsSizes, TileSizes
 from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable
 from dsv4attn.core.contract.backend import AttentionCall, Phase
 from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_lens
@@ -28,6 +27,7 @@ from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.triton_backends import planned
 from tests.backends.sm90.attention.mutants import plant
 from tests.backends.sm90.attention.test_attention import BASE, CODED, NIBBLES, WITHIN
+from tests.backends.sm90.attention.test_small_decode import units  # noqa: F401 - a fixture of all tests here too
 
 INT = torch.int32
 MOST = 2**31 - 1
@@ -41,18 +41,6 @@ TRIALS = {
         BASE, layouts=(CODED[WITHIN], NIBBLES[WITHIN]), tokens=6, pages=(64, 2), widths=(70, 200), seed=66
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch for more programs than the interpreter's four, programs for more tiles, and no kernel of few heads.
-
-    Few programs combine parts, as they run one after the other.
-    """
-    monkeypatch.setattr(launch, "few_heads_sizes_of", lambda *_, **__: None)
-    if INTERPRETED:
-        monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
-        monkeypatch.setattr(small_decode, "combine_rounds_of", lambda *_: COMBINE_ROUNDS[-1])
 
 
 @frozen

@@ -13,11 +13,7 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.cache.forms import TableNumbers
-from dsv4attn.backends._triton.launching.kernels_pdl import (
-    launch_dependents,
-    launch_dependents_of_few,
-    wait_prior_grid,
-)
+from dsv4attn.backends._triton.launching.kernels_pdl import launch_dependents, launch_dependents_of_few, wait_prior_grid
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.layer.indexer.forms import KeyNumbers, QueryStrides
 from dsv4attn.backends._triton.layer.selection.kernels import power_of

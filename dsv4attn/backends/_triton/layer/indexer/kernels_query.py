@@ -10,13 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.cache.kernels_insert import (
-    encode_e4m3,
-    pack_pairs,
-    quantize_e2m1,
-    scale_byte,
-    size_bits,
-)
+from dsv4attn.backends._triton.cache.kernels_insert import encode_e4m3, pack_pairs, quantize_e2m1, scale_byte, size_bits
 from dsv4attn.backends._triton.launching.kernels_pdl import wait_then_launch_dependents
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import angles_of, cast, rotate, round_to, scale_of_byte
