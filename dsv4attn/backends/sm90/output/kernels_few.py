@@ -82,11 +82,11 @@ def copy_codes(
     offsets = gl.minimum(row, operands.tokens - 1).to(gl.int64) * operands.token_stride
     wait_prior_grid(PDL)
     for step in range(here(gl.to_tensor(min(STAGES, STEPS)))):
-        copy_rows(smem.codes.index(step).slice(0, TOKENS), operands.codes + step * STEP, offsets)
+        copy_rows(smem.codes.index(step), operands.codes + step * STEP, offsets)
         async_copy.mbarrier_arrive(smem.codes_full.index(step), increment_count=False)
     for step in range(STAGES, STEPS):
         wait_multiplied(smem, step - STAGES, W_STAGES)
-        copy_rows(smem.codes.index(step % STAGES).slice(0, TOKENS), operands.codes + step * STEP, offsets)
+        copy_rows(smem.codes.index(step % STAGES), operands.codes + step * STEP, offsets)
         async_copy.mbarrier_arrive(smem.codes_full.index(step % STAGES), increment_count=False)
 
 
@@ -105,10 +105,10 @@ def load_weight_factors(operands, STEPS: gl.constexpr, LINE: gl.constexpr, PADDE
 
 @gluon.jit
 def hold_factors(
-    operands, both, by_weight, STEPS: gl.constexpr, ROWS: gl.constexpr, TABLE: gl.constexpr, PADDED: gl.constexpr
+    operands, both, by_weight, STEPS: gl.constexpr, TOKENS: gl.constexpr, TABLE: gl.constexpr, PADDED: gl.constexpr
 ):  # fmt: skip
-    """Products of both factors of every step and row of codes, in shared memory."""
-    row = operands.first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TABLE))
+    """Products of both factors of every step and token, in shared memory."""
+    row = operands.first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, TABLE))
     token = gl.minimum(row, operands.tokens - 1).to(gl.int64)
     step = gl.expand_dims(gl.arange(0, PADDED, layout=gl.SliceLayout(0, TABLE)), 0)
     place = gl.expand_dims(token * operands.scale_stride, 1) + step
@@ -188,17 +188,16 @@ def multiply(
 ):  # fmt: skip
     """The role that multiplies, adds and stores."""
     RANKS: gl.constexpr = smem.w.type.shape[1]
-    CODES: gl.constexpr = smem.codes.type.shape[1]
-    ROWS: gl.constexpr = RANKS if SWAPPED else CODES
-    COLUMNS: gl.constexpr = CODES if SWAPPED else RANKS
+    ROWS: gl.constexpr = RANKS if SWAPPED else TOKENS
+    COLUMNS: gl.constexpr = TOKENS if SWAPPED else RANKS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 32])
     TABLE: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [1, WARPS], [1, 0])
     PADDED: gl.constexpr = smem.both.type.shape[0]
     by_weight = load_weight_factors(operands, STEPS, gl.SliceLayout(0, TABLE), PADDED)
     wait_prior_grid(PDL)
     launch_dependents(PDL)
-    table = reinterpret(smem.both, gl.float32, [PADDED, CODES], TABLE_S)
-    hold_factors(operands, table, by_weight, STEPS, CODES, TABLE, PADDED)
+    table = reinterpret(smem.both, gl.float32, [PADDED, TOKENS], TABLE_S)
+    hold_factors(operands, table, by_weight, STEPS, TOKENS, TABLE, PADDED)
     barrier()
 
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=SUMS)
@@ -211,12 +210,12 @@ def multiply(
         acc, even, odd = multiply_steps(smem, acc, even, odd, last, STEPS % UNROLL, W_STAGES, STAGES, SWAPPED)
     if SWAPPED:
         acc = gl.permute(acc, (1, 0))
-    store(operands, result, acc, TOKENS, WARPS)
+    store(operands, result, acc, WARPS)
 
 
 @gluon.jit
-def store(operands, result, acc, TOKENS: gl.constexpr, WARPS: gl.constexpr):
-    """Write the products of the first TOKENS rows, each thread sixteen bytes of a row."""
+def store(operands, result, acc, WARPS: gl.constexpr):
+    """Write the products, each thread sixteen bytes of a row."""
     RANKS: gl.constexpr = acc.type.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // RANKS, RANKS // 8], [WARPS, 1], [1, 0])
     x = gl.convert_layout(acc.to(result.out.dtype.element_ty), WIDE)
@@ -225,8 +224,7 @@ def store(operands, result, acc, TOKENS: gl.constexpr, WARPS: gl.constexpr):
     token = operands.first + row
     place = gl.expand_dims(token.to(gl.int64) * result.stride, 1) + gl.expand_dims(column, 0)
     to = gl.multiple_of(result.out + place, [1, 16])
-    live = (row < TOKENS) & (token < operands.tokens)
-    gl.store(to, x, mask=gl.expand_dims(live, 1) & (gl.expand_dims(column, 0) >= 0))
+    gl.store(to, x, mask=gl.expand_dims(token < operands.tokens, 1) & (gl.expand_dims(column, 0) >= 0))
 
 
 @stable_gluon
@@ -245,14 +243,12 @@ def project_few_kernel(
     """Grid: (groups * ceil(tokens / TOKENS) * RANK / RANKS,): a tile of one group's product, as `project_codes_kernel`.
 
     W_STAGES, STAGES: steps of weights and of codes in shared memory; at most as many of codes. WARPS multiply. SWAPPED:
-    weights are the left operand, which has 64 rows or more: otherwise the rows of codes past TOKENS hold anything, and
-    their products are not stored. COPY: registers of a thread that copies.
+    weights are the left operand, which has 64 rows or more. COPY: registers of a thread that copies.
     Weights are read before the kernels before this one have ended. So the kernel directly before this one must wait for
     those before it before it lets this one begin, as quantisation does: whatever wrote the weights has ended then.
     """
     STEPS: gl.constexpr = K // STEP
     PADDED: gl.constexpr = tl.constexpr(1 << (K // 128 - 1).bit_length())
-    CODES_ROWS: gl.constexpr = TOKENS if SWAPPED or TOKENS > 64 else 64
     rank_tiles: gl.constexpr = RANK // RANKS
     token_tiles = gl.cdiv(tokens, TOKENS)
     tile = gl.program_id(0) // rank_tiles
@@ -269,8 +265,8 @@ def project_few_kernel(
     result = Result(out=OUT + group * out_group_stride + first, stride=out_stride)
     smem = Smem(
         w=gl.allocate_shared_memory(gl.float8e4nv, [W_STAGES, RANKS, STEP], CODES_S),
-        codes=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, CODES_ROWS, STEP], CODES_S),
-        both=gl.allocate_shared_memory(gl.float32, [PADDED, CODES_ROWS], FLAT_S),
+        codes=gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, STEP], CODES_S),
+        both=gl.allocate_shared_memory(gl.float32, [PADDED, TOKENS], FLAT_S),
         w_full=barriers(W_STAGES, 32 * COPY_WARPS), codes_full=barriers(STAGES, 32 * COPY_WARPS),
         multiplied=barriers(W_STAGES, 1),
     )  # fmt: skip

@@ -49,7 +49,7 @@ class Few:
     @property
     def warps(self) -> int:
         """Warps that multiply."""
-        return (self.ranks if self.swapped else max(self.tokens, 64)) // 16
+        return (self.ranks if self.swapped else self.tokens) // 16
 
 
 @frozen
