@@ -80,6 +80,8 @@ FEW = (
 )
 FEWEST_RANKS, WIDEST = 1024, 8192
 """For products of fewer ranks of all groups, or of more columns, the kernel for few tokens was not measured."""
+ROUND = 8 * STEP
+"""Columns whose products overlap in the kernel for few tokens."""
 MANY = Many(128, 6), Many(256, 4)
 FEWEST = 193 * 8192
 """Tokens times ranks that the kernel for many tokens multiplies, at least. Half of it for up to 128 tokens, or 384.
@@ -107,7 +109,8 @@ def form_of(tokens: int, ranks: int, width: int, programs: int) -> Few | Many | 
 
 def _few(ranks: int, width: int) -> tuple[Few, ...]:
     """Forms for few tokens. The first is taken of which each tile has a multiprocessor of its own."""
-    if ranks < FEWEST_RANKS or width > WIDEST:
+    # a rest after whole rounds: registers spill, or the assembler serialises products
+    if ranks < FEWEST_RANKS or width > WIDEST or (width > ROUND and width % ROUND):
         return ()
     first, second, *others = FEW
     return (first if ranks <= 4096 else second, *(others if ranks > 2048 else others[1:]))

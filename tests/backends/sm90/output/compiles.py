@@ -38,7 +38,8 @@ def foreseen(model: str) -> Iterator[Variant]:
 
 def narrow() -> Iterator[Variant]:
     """Forms for few columns, an odd number of steps, and as many columns as there may be."""
-    for width, forms in ((128, output.FEW), (1152, (*output.FEW, output.MANY[1])), (output.WIDEST, output.FEW)):
+    widths = {128: output.FEW, 896: output.FEW, 1152: output.MANY[1:], output.WIDEST: output.FEW}
+    for width, forms in widths.items():
         for form in forms:
             yield output.variants_of(form, 1, 128, width)[0]
 

@@ -286,6 +286,9 @@ def test_forms_follow_tokens_ranks_and_columns() -> None:
     assert chosen(896, 1, 128, 129, 2000) == [None, None, None, small]
     assert chosen(FLASH, 1, 64, 256, 1024, width=8192) == [wide, square, small, large]
     assert chosen(FLASH, 1, 64, width=8320) == [None, None]
+    assert chosen(FLASH, 1, 64, width=896) == chosen(FLASH, 1, 64, width=2048) == [wide, square]
+    # a rest after whole rounds
+    assert chosen(FLASH, 1, 64, width=1152) == chosen(FLASH, 1, 64, width=2560) == [None, None]
     assert chosen(FLASH, 256, 1024, width=640) == [None, None]
     # an odd number of steps
     assert chosen(FLASH, 256, 1024, width=1152) == [large, large]
@@ -294,7 +297,7 @@ def test_forms_follow_tokens_ranks_and_columns() -> None:
 @pytest.mark.parametrize("programs", [78, H100])
 def test_every_form_that_may_be_chosen_is_compiled_before(programs: int) -> None:
     for ranks in (896, 1024, 2048, 4096, FLASH, PRO):
-        for width in (128, 640, 768, 1152, 4096, 8192, 8320):
+        for width in (128, 640, 768, 1152, 2560, 4096, 8192, 8320):
             counts = [*range(1, 1100, 3), 2048, 5000, 10_000]
             found = {output.form_of(tokens, ranks, width, programs) for tokens in counts}
             assert found - {None} == {*output.forms(ranks, width, programs)}
