@@ -3,10 +3,8 @@
 A kernel with constant PDL waits, before it reads or writes anything, until all kernels before it have ended, and lets
 the next one begin only after that. So whatever kernel comes next, with this attribute or not, finds every result of
 those before this one even if it does not wait at once. Kernels that combine what the one before them has computed rely
-on that: they read lengths and sinks, which both get, before they wait.
-
-A kernel may ask for weights before it waits. They go to the device's cache only, and a later read gets what memory has
-at that time, so this reads nothing in the sense above.
+on that: they read lengths and sinks, which both get, before they wait. So does Hopper's output projection for few
+tokens, with its weights.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -28,7 +26,7 @@ H200).
 
 @triton.jit
 def wait_prior_grid(PDL: tl.constexpr):
-    """Wait until the kernels before this one have ended; nothing if not PDL. First in a kernel, but for a prefetch."""
+    """Wait until the kernels before this one have ended; nothing if not PDL. First in a kernel."""
     if PDL:
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 

@@ -63,10 +63,10 @@ def waits_of(form: Variant, arch: str) -> dict[str, object]:
     """What is said of a form."""
     kernel = cross_compile(form, TARGETS[arch])
     body = kernel.asm["ptx"].partition(".entry")[2]
-    head, waits, _ = body.partition(WAIT)
+    head, waits, rest = body.partition(WAIT)
     return {
         "waits": bool(waits),
-        "lets": body.count("griddepcontrol.launch_dependents;"),
+        "lets": (rest if waits else body).count("griddepcontrol.launch_dependents;"),
         "early": len(ACCESS.findall(head)) if waits else None,
         "accesses": len(ACCESS.findall(body)),
         "option": bool(kernel.metadata.launch_pdl),
