@@ -32,6 +32,8 @@ from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 WAIT = "griddepcontrol.wait;"
 ACCESS = re.compile(r"(?:ld|st|red|atom|cp\.async\S*)\.(?:\w+\.)*global")
+BRANCH = re.compile(r"\bbra\b")
+"""One before a wait may go around it."""
 BF16 = torch.bfloat16
 
 
@@ -67,7 +69,7 @@ def waits_of(form: Variant, arch: str) -> dict[str, object]:
     return {
         "waits": bool(waits),
         "lets": (rest if waits else body).count("griddepcontrol.launch_dependents;"),
-        "early": len(ACCESS.findall(head)) if waits else None,
+        "early": len(ACCESS.findall(head) + BRANCH.findall(head)) if waits else None,
         "accesses": len(ACCESS.findall(body)),
         "option": bool(kernel.metadata.launch_pdl),
     }

@@ -25,6 +25,7 @@ from dsv4attn.tools.cli.compile import bounds_of
 OWN = {"project_few_kernel", "project_many_kernel"}
 WAITS_THEN_LETS = re.compile(r"griddepcontrol\.wait;(?:(?!bra|BB\d)[^{}])*griddepcontrol\.launch_dependents;")
 """Without a branch, or the begin of a block, between them."""
+COPIES_THEN_WAITS = re.compile(r"cp\.async\S*shared(?:(?!bra|BB\d)[\s\S])*griddepcontrol\.wait;")
 SIZE = {"project_few_kernel": "TOKENS", "project_many_kernel": "BLOCK_M"}
 
 
@@ -50,12 +51,14 @@ def planted() -> Iterator[Variant]:
 
 
 def early_releases(text: str) -> int:
-    """Arrivals at a barrier, after a wait for products, that do not wait for the other warps' products.
+    """Arrivals at a barrier before a wait for products, or after one, that do not wait for the other warps' products.
 
     `release` of the kernel for few tokens has no barrier of its own: Triton 3.6 and 3.9 put one before each arrival.
     """
-    parts = [part.partition("mbarrier.arrive.shared") for part in text.split("wgmma.wait_group")[1:]]
-    return sum(bool(arrival) and "bar.sync" not in before for before, arrival, _ in parts)
+    head, *rest = text.split("wgmma.wait_group")
+    parts = [part.partition("mbarrier.arrive.shared") for part in rest]
+    after = sum(bool(arrival) and "bar.sync" not in before for before, arrival, _ in parts)
+    return after + head.count("mbarrier.arrive.shared")
 
 
 def read(form: Variant) -> dict[str, object]:
@@ -71,6 +74,7 @@ def read(form: Variant) -> dict[str, object]:
         "waits": text.count("griddepcontrol.wait;"),
         "lets": text.count("griddepcontrol.launch_dependents;"),
         "lets_before_it_waits": not re.search(WAITS_THEN_LETS, text),
+        "copies_before_it_waits": bool(re.search(COPIES_THEN_WAITS, text)),
         "early_releases": early_releases(text),
         # a planted bug
         "without_barriers": early_releases(text.replace("bar.sync", "")),

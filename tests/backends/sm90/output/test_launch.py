@@ -342,6 +342,7 @@ def test_a_launch_has_the_strides_of_its_tensors_and_as_many_programs_as_run(
     def note(kernel: Any, grid: tuple[int, ...], args: Any, constants: Any, **_: Any) -> None:
         names = [name for name in inspect.signature(kernel.fn).parameters if name not in constants]
         launched.update(zip(names, args, strict=True), grid=grid, RANK=constants["RANK"], K=constants["K"])
+        launched["tile"] = constants.get("BLOCK_M", constants.get("TOKENS")), constants.get("RANKS", output.STEP)
 
     programs: list[int] = []
 
@@ -363,6 +364,7 @@ def test_a_launch_has_the_strides_of_its_tensors_and_as_many_programs_as_run(
     assert launched.pop("tiles", 4) == 4
     assert launched == {
         "grid": (3 if isinstance(form, Many) else 512 // form.ranks,),
+        "tile": (form.tokens, form.ranks),
         "RANK": 256,
         "K": 1024,
         "tokens": tokens,
@@ -527,6 +529,7 @@ def check_compiled(forms: list[dict[str, Any]], count: int) -> None:
         assert form["reasons"] == [], form
         few = form["name"] == "project_few_kernel"
         assert (form["waits"], form["lets"], form["lets_before_it_waits"]) == (2 if few else 3, 1, False), form
+        assert not form["copies_before_it_waits"], form
         assert form["early_releases"] == 0 < form["without_barriers"], form
 
 
