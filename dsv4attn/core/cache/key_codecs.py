@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4attn.core.cache import fp4
 from dsv4attn.core.cache.record_layout import Coding, KVCacheLayout
 from dsv4attn.core.model.weight_scales import power_of_two
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 
 __all__ = [
     "CODECS",
@@ -39,7 +38,7 @@ LARGEST_EXPONENT, NAN_EXPONENT = 254, 255
 """Scale bytes: the largest that is a number, and the one that is none."""
 
 
-@frozen(repr=False)
+@frozen
 class Codec:
     """A packer and a decoder.
 
@@ -50,7 +49,6 @@ class Codec:
 
     quantize: Callable[[Tensor, KVCacheLayout], tuple[Tensor, Tensor]]
     dequantize: Callable[[Tensor, Tensor, KVCacheLayout], Tensor]
-    __repr__ = fields_repr
 
 
 def quantize_keys(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
