@@ -65,29 +65,25 @@ def dequantize_keys(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Ten
     return CODECS[layout.coding].dequantize(codes, scales, layout)
 
 
-def _grouped(values: Tensor, group: int) -> Tensor:
-    """[..., dims] as [..., groups, group], with zeros after the last value."""
-    groups: Tensor = pad(values, (0, -values.shape[-1] % group)).unflatten(-1, (-1, group))
-    return groups
+def _scaled(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups of values [..., dims], biased exponents of their scales, and the values over the scales.
 
-
-def _exponents(groups: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[..., groups] int32 biased exponents of the scales of groups [..., groups, group] of bf16 values.
-
-    The exponent is read off the bits of amax / largest code: biased exponent, plus one unless the mantissa is zero. No
+    Groups are [..., groups, group] fp32, the last one with zeros at its end, and exponents [..., groups] int32. An
+    exponent is read off the bits of amax / largest code: biased exponent, plus one unless the mantissa is zero. No
     logarithm, so no device rounds it differently.
     """
+    dims = values.shape[-1]
+    groups = pad(values.bfloat16().float(), (0, -dims % layout.group_size)).unflatten(-1, (-1, layout.group_size))
     amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
     bits = (amax / layout.fp8_max).view(torch.int32)
-    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
+    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
+    return groups, exponent, (groups * power_of_two(254 - exponent)[..., None]).flatten(-2)[..., :dims]
 
 
 def _quantize_fp8(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
     assert layout.fp8_format is not None
-    groups = _grouped(values.bfloat16().float(), layout.group_size)
-    exponent = _exponents(groups, layout)
-    scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
-    codes = scaled.flatten(-2)[..., : values.shape[-1]].to(layout.fp8_format.dtype).view(torch.uint8)
+    _, exponent, scaled = _scaled(values, layout)
+    codes = scaled.clamp(-layout.fp8_max, layout.fp8_max).to(layout.fp8_format.dtype).view(torch.uint8)
     return codes, exponent.to(torch.uint8)
 
 
@@ -104,37 +100,21 @@ def _dequantize_fp8(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Ten
 
 
 def _quantize_mxfp4(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
-    groups = _grouped(values.bfloat16().float(), layout.group_size)
-    exponent = _exponents(groups, layout)
-    scaled = (groups * power_of_two(254 - exponent)[..., None]).flatten(-2)[..., : values.shape[-1]]
+    groups, exponent, scaled = _scaled(values, layout)
     # e2m1 has no NaN: the scale of the group is NaN instead
     exponent = exponent.masked_fill(groups.isnan().any(-1), NAN_EXPONENT)
-    return _packed(scaled), exponent.to(torch.uint8)
-
-
-def _packed(values: Tensor) -> Tensor:
-    """Scaled values [..., dims] as e2m1, two to a byte: [..., dims / 2] uint8. To nearest, ties to even, saturating.
-
-    A negative value that is rounded to zero keeps its sign; a negative zero does not.
-    """
-    return fp4.pack(fp4.codes_of(values.abs()) | (values < 0).to(torch.uint8) << 3)
+    # a negative value that is rounded to zero keeps its sign; a negative zero does not
+    codes = fp4.codes_of(scaled.abs()) | (scaled < 0).to(torch.uint8) << 3
+    return fp4.pack(codes), exponent.to(torch.uint8)
 
 
 def _dequantize_mxfp4(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
     return fp4.decode(codes, power_of_two(scales[..., : layout.num_groups]), layout.group_size)
 
 
-def _quantize_nvfp4(values: Tensor, _: KVCacheLayout) -> tuple[Tensor, Tensor]:
-    return fp4.quantize(values)
-
-
-def _dequantize_nvfp4(codes: Tensor, scales: Tensor, _: KVCacheLayout) -> Tensor:
-    return fp4.dequantize(codes, scales)
-
-
 CODECS: Mapping[Coding, Codec] = {
     Coding.FP8: Codec(_quantize_fp8, _dequantize_fp8),
-    Coding.NVFP4: Codec(_quantize_nvfp4, _dequantize_nvfp4),
+    Coding.NVFP4: Codec(lambda values, _: fp4.quantize(values), lambda codes, scales, _: fp4.dequantize(codes, scales)),
     Coding.MXFP4: Codec(_quantize_mxfp4, _dequantize_mxfp4),
 }
 """A codec for each coding."""
