@@ -284,7 +284,7 @@ class LayerChecker:
         assert self._caches.index is not None
         return self._caches.index.layout
 
-    def _hidden(self, row: int, positions: range | list[int]) -> F64:
+    def _hidden(self, row: int, positions: list[int]) -> F64:
         """[n, hidden] hidden states of a request."""
         rows = np.full(len(positions), row, np.int64)
         tokens = self._workload.tokens(rows, np.array(positions, np.int64))
