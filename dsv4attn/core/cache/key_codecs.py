@@ -24,15 +24,7 @@ from dsv4attn.core.cache.record_layout import Coding, KVCacheLayout
 from dsv4attn.core.model.weight_scales import power_of_two
 from dsv4attn.core.reprs import frozen
 
-__all__ = [
-    "CODECS",
-    "LARGEST_EXPONENT",
-    "NAN_EXPONENT",
-    "Codec",
-    "dequantize_keys",
-    "power_of_two",
-    "quantize_keys",
-]
+__all__ = ["CODECS", "LARGEST_EXPONENT", "NAN_EXPONENT", "Codec", "dequantize_keys", "power_of_two", "quantize_keys"]
 
 LARGEST_EXPONENT, NAN_EXPONENT = 254, 255
 """Scale bytes: the largest that is a number, and the one that is none."""

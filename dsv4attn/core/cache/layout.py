@@ -9,14 +9,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_count, check_type, round_up
-from dsv4attn.core.cache.record_layout import (
-    Arrangement,
-    Coding,
-    Fp8Format,
-    KVCacheLayout,
-    Region,
-    check_layout,
-)
+from dsv4attn.core.cache.record_layout import Arrangement, Coding, Fp8Format, KVCacheLayout, Region, check_layout
 from dsv4attn.core.tensorspec import has_dense_rows, usable_device
 from dsv4attn.errors import ArgumentError
 

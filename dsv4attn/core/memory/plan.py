@@ -10,13 +10,7 @@ from dsv4attn.core.contract.backend import Backend, IndexForm, KeyForm, Phase, c
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import ChunkBounds, small_bytes, widest_columns, widest_topk
 from dsv4attn.core.memory.rank_buffers import ARENA as RANKS
-from dsv4attn.core.memory.rank_buffers import (
-    KEYS_ARENA,
-    all_heads,
-    key_bytes,
-    merge_bytes,
-    selection_transient_bytes,
-)
+from dsv4attn.core.memory.rank_buffers import KEYS_ARENA, all_heads, key_bytes, merge_bytes, selection_transient_bytes
 from dsv4attn.core.memory.workspace import ALIGNMENT, WorkspacePlan, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec

@@ -124,12 +124,7 @@ def window_spans(
 
 
 def window_indices(
-    start: Tensor,
-    end: Tensor,
-    is_valid: Tensor,
-    token_to_req: Tensor,
-    pages: PageTable,
-    width: int,
+    start: Tensor, end: Tensor, is_valid: Tensor, token_to_req: Tensor, pages: PageTable, width: int
 ) -> tuple[Tensor, Tensor]:
     """Slots of each token's window: positions start .. end - 1, ascending, at most `width`, then -1.
 
@@ -315,13 +310,7 @@ def build_window_indices(
     rows, lens = out
     n, request = rows.shape[0], tokens.token_to_req.long()
     start, end = window_spans(
-        tokens.query_start_loc,
-        tokens.seq_lens,
-        request,
-        tokens.first,
-        window,
-        replay_start=replay_start,
-        causal=causal,
+        tokens.query_start_loc, tokens.seq_lens, request, tokens.first, window, replay_start=replay_start, causal=causal
     )
     slots, counts = window_indices(start, end, tokens.is_valid, request, pages, rows.shape[1])
     rows.copy_(slots)
@@ -378,11 +367,7 @@ def build_compressed_slot_mapping(tokens: StepTokens, pages: PageTable, ratio: i
 
 
 def build_owned_slot_mapping(
-    ownership: Ownership,
-    tokens: StepTokens,
-    pages: PageTable,
-    ratio: int,
-    out: tuple[Tensor, Tensor],
+    ownership: Ownership, tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]
 ) -> None:
     """`build_compressed_slot_mapping` of one rank: slots of its entries, and how many of them a token sees.
 

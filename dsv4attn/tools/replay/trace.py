@@ -29,14 +29,7 @@ from attrs import evolve
 from dsv4attn.core.argument_checks import check_count
 from dsv4attn.errors import ArgumentError, TraceError
 from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request, hash_blocks
-from dsv4attn.tools.replay.trace_formats import (
-    TIME_UNITS,
-    BadLineError,
-    MooncakeUnits,
-    TraceFormat,
-    TraceRow,
-    detect,
-)
+from dsv4attn.tools.replay.trace_formats import TIME_UNITS, BadLineError, MooncakeUnits, TraceFormat, TraceRow, detect
 
 STDIN = "-"
 """The path that means standard input."""
