@@ -95,9 +95,15 @@ def _quantize_mxfp4(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tens
     groups, exponent, scaled = _scaled(values, layout)
     # e2m1 has no NaN: the scale of the group is NaN instead
     exponent = exponent.masked_fill(groups.isnan().any(-1), NAN_EXPONENT)
-    # a negative value that is rounded to zero keeps its sign; a negative zero does not
-    codes = fp4.codes_of(scaled.abs()) | (scaled < 0).to(torch.uint8) << 3
-    return fp4.pack(codes), exponent.to(torch.uint8)
+    return _packed(scaled), exponent.to(torch.uint8)
+
+
+def _packed(values: Tensor) -> Tensor:
+    """Scaled values [..., dims] as e2m1, two to a byte: [..., dims / 2] uint8. To nearest, ties to even, saturating.
+
+    A negative value that is rounded to zero keeps its sign; a negative zero does not.
+    """
+    return fp4.pack(fp4.codes_of(values.abs()) | (values < 0).to(torch.uint8) << 3)
 
 
 def _dequantize_mxfp4(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
