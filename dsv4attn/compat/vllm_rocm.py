@@ -26,10 +26,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "rocm_sparse_attn_decode",
-    "rocm_sparse_attn_prefill",
-]
+__all__ = ["rocm_sparse_attn_decode", "rocm_sparse_attn_prefill"]
 
 
 _MOST_HEADS, _WIDEST = 128, 512

@@ -150,11 +150,7 @@ def combine_topk_swa_indices_ragged(
         rows=M,
         offset=N,
     )
-    _backend().index_ops.combine_topk_swa_indices(
-        topk_indices if topk else None,
-        chunk,
-        out=(dense, lens),
-    )
+    _backend().index_ops.combine_topk_swa_indices(topk_indices if topk else None, chunk, out=(dense, lens))
     flat, indptr = new_rows(dense, *dense.shape)
     _backend().index_ops.build_ragged_indices_from_dense(dense, lens, ANY_SLOT, out=(flat, indptr))
     return flat, indptr, lens

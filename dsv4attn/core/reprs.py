@@ -1,4 +1,4 @@
-"""Reprs of one line, for logs, debuggers and tracebacks: `one_line` of objects, `fields_repr` of classes with tensors.
+"""Reprs of one line, for logs, debuggers and tracebacks: `one_line` of objects, `frozen` of classes with tensors.
 
 No repr reads a value of a tensor, so none waits for a device, and each works on an object whose `__init__` has raised.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["bytes_text", "counted", "fields_repr", "layer_text", "limits_text", "one_line", "value_text"]
+import attrs
+
+__all__ = ["bytes_text", "counted", "fields_repr", "frozen", "layer_text", "limits_text", "one_line", "value_text"]
 
 _T = TypeVar("_T")
 
@@ -45,6 +47,18 @@ def fields_repr(self: Any) -> str:  # noqa: ANN401 - of any class of attrs, or N
     values = ((name, getattr(self, name, missing)) for name in names)
     shown = ", ".join(f"{name}={value_text(value)}" for name, value in values if value is not missing)
     return f"{type(self).__name__}({shown})"
+
+
+if TYPE_CHECKING:
+    from attrs import frozen
+else:
+
+    def frozen(cls: type | None = None, **options: Any) -> Any:  # noqa: ANN401 - those of attrs
+        """`attrs.frozen` of classes with tensors: their `__repr__` is `fields_repr`."""
+        if cls is None:
+            return partial(frozen, **options)
+        cls.__repr__ = fields_repr
+        return attrs.frozen(cls, **options)
 
 
 def value_text(value: object) -> str:

@@ -259,7 +259,7 @@ class CacheManager:
             copied = [(source, target) for source, target in pairs if source >= 0 and target >= 0]
             if not copied:
                 continue
-            sources, targets = (self._ids([pair[i] for pair in copied]) for i in (0, 1))
+            sources, targets = torch.tensor(copied, dtype=torch.int64, device=self.device).T.contiguous()
             for cache in self._of_group(name):
                 _ = cache.memory  # a released storage would be read and written past its end
                 plans.append((cache.tensor, sources, targets))
@@ -530,9 +530,6 @@ class CacheManager:
         """Pages of a group that a fork of a whole sequence takes."""
         n, length = self.tokens_per_block[group], sequence.length
         return max(-(-length // n) - self._fork_starts(sequence, length)[group] // n, 0)
-
-    def _ids(self, blocks: list[int]) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self.device)
 
     def _enough(self, group: str) -> int:
         return pages_needed(self.geometry, self.limits, group, self.tokens_per_block[group], keep=self.keep_windows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, reduce
 from itertools import pairwise
@@ -366,8 +367,4 @@ def _page_bytes(manager: CacheManager) -> dict[tuple[str, str], int]:
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number from 1 to `limit` that fits, or 0; what is smaller than one that fits also fits."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, limit + 1), x=True, key=lambda n: not fits(n))

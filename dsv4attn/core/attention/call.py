@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 import torch
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.layer_caches import LayerCaches
@@ -29,7 +29,7 @@ from dsv4attn.core.memory.plan import gathers_keys, prefill_bounds
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata, CompressedMetadata, WindowMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import fields_repr, frozen
 from dsv4attn.core.tensorspec import BufferSpec
 
 __all__ = ["INT", "MAX_PREPARED", "ForwardCall", "IndexRows", "PhaseCall", "PreparedCall", "PreparedForward"]

@@ -63,20 +63,7 @@ def forward_mqa(
     locked and too small.
     """
     attend(
-        ForwardCall(
-            q,
-            caches,
-            metadata,
-            backend,
-            workspace,
-            out,
-            layer,
-            limits,
-            attn_sink,
-            topk_indices,
-            lse,
-            raw_q,
-        )
+        ForwardCall(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse, raw_q)
     )
 
 

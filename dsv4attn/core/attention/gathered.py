@@ -123,11 +123,7 @@ def fill_by_ops(
         build = index_ops.build_ragged_indices_from_dense
         pack = build.prepare(combined.indices, combined.lens, num_rows, out=out)
     combine = index_ops.combine_topk_swa_indices.prepare(
-        topk_indices,
-        tokens,
-        out=(combined.indices, combined.lens),
-        swa=chunk.swa,
-        compressed=chunk.compressed,
+        topk_indices, tokens, out=(combined.indices, combined.lens), swa=chunk.swa, compressed=chunk.compressed
     )
 
     def fill(topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> None:

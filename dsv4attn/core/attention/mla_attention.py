@@ -401,12 +401,7 @@ def _check_insert(
 
 
 def _insert(
-    bound: DeepseekV4MLAAttention,
-    caches: LayerCaches | None,
-    q: Tensor,
-    kv: Tensor,
-    positions: Tensor,
-    table: Tensor,
+    bound: DeepseekV4MLAAttention, caches: LayerCaches | None, q: Tensor, kv: Tensor, positions: Tensor, table: Tensor
 ) -> None:
     if caches is None:
         raise _no_caches(bound)

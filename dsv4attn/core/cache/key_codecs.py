@@ -16,30 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4attn.core.cache import fp4
 from dsv4attn.core.cache.record_layout import Coding, KVCacheLayout
 from dsv4attn.core.model.weight_scales import power_of_two
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 
-__all__ = [
-    "CODECS",
-    "LARGEST_EXPONENT",
-    "NAN_EXPONENT",
-    "Codec",
-    "dequantize_keys",
-    "power_of_two",
-    "quantize_keys",
-]
+__all__ = ["CODECS", "LARGEST_EXPONENT", "NAN_EXPONENT", "Codec", "dequantize_keys", "power_of_two", "quantize_keys"]
 
 LARGEST_EXPONENT, NAN_EXPONENT = 254, 255
 """Scale bytes: the largest that is a number, and the one that is none."""
 
 
-@frozen(repr=False)
+@frozen
 class Codec:
     """A packer and a decoder.
 
@@ -50,7 +41,6 @@ class Codec:
 
     quantize: Callable[[Tensor, KVCacheLayout], tuple[Tensor, Tensor]]
     dequantize: Callable[[Tensor, Tensor, KVCacheLayout], Tensor]
-    __repr__ = fields_repr
 
 
 def quantize_keys(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
@@ -67,29 +57,25 @@ def dequantize_keys(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Ten
     return CODECS[layout.coding].dequantize(codes, scales, layout)
 
 
-def _grouped(values: Tensor, group: int) -> Tensor:
-    """[..., dims] as [..., groups, group], with zeros after the last value."""
-    groups: Tensor = pad(values, (0, -values.shape[-1] % group)).unflatten(-1, (-1, group))
-    return groups
+def _scaled(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups of values [..., dims], biased exponents of their scales, and the values over the scales.
 
-
-def _exponents(groups: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[..., groups] int32 biased exponents of the scales of groups [..., groups, group] of bf16 values.
-
-    The exponent is read off the bits of amax / largest code: biased exponent, plus one unless the mantissa is zero. No
+    Groups are [..., groups, group] fp32, the last one with zeros at its end, and exponents [..., groups] int32. An
+    exponent is read off the bits of amax / largest code: biased exponent, plus one unless the mantissa is zero. No
     logarithm, so no device rounds it differently.
     """
+    dims = values.shape[-1]
+    groups = pad(values.bfloat16().float(), (0, -dims % layout.group_size)).unflatten(-1, (-1, layout.group_size))
     amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
     bits = (amax / layout.fp8_max).view(torch.int32)
-    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
+    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
+    return groups, exponent, (groups * power_of_two(254 - exponent)[..., None]).flatten(-2)[..., :dims]
 
 
 def _quantize_fp8(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
     assert layout.fp8_format is not None
-    groups = _grouped(values.bfloat16().float(), layout.group_size)
-    exponent = _exponents(groups, layout)
-    scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
-    codes = scaled.flatten(-2)[..., : values.shape[-1]].to(layout.fp8_format.dtype).view(torch.uint8)
+    _, exponent, scaled = _scaled(values, layout)
+    codes = scaled.clamp(-layout.fp8_max, layout.fp8_max).to(layout.fp8_format.dtype).view(torch.uint8)
     return codes, exponent.to(torch.uint8)
 
 
@@ -106,9 +92,7 @@ def _dequantize_fp8(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Ten
 
 
 def _quantize_mxfp4(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
-    groups = _grouped(values.bfloat16().float(), layout.group_size)
-    exponent = _exponents(groups, layout)
-    scaled = (groups * power_of_two(254 - exponent)[..., None]).flatten(-2)[..., : values.shape[-1]]
+    groups, exponent, scaled = _scaled(values, layout)
     # e2m1 has no NaN: the scale of the group is NaN instead
     exponent = exponent.masked_fill(groups.isnan().any(-1), NAN_EXPONENT)
     return _packed(scaled), exponent.to(torch.uint8)
@@ -126,17 +110,9 @@ def _dequantize_mxfp4(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> T
     return fp4.decode(codes, power_of_two(scales[..., : layout.num_groups]), layout.group_size)
 
 
-def _quantize_nvfp4(values: Tensor, _: KVCacheLayout) -> tuple[Tensor, Tensor]:
-    return fp4.quantize(values)
-
-
-def _dequantize_nvfp4(codes: Tensor, scales: Tensor, _: KVCacheLayout) -> Tensor:
-    return fp4.dequantize(codes, scales)
-
-
 CODECS: Mapping[Coding, Codec] = {
     Coding.FP8: Codec(_quantize_fp8, _dequantize_fp8),
-    Coding.NVFP4: Codec(_quantize_nvfp4, _dequantize_nvfp4),
+    Coding.NVFP4: Codec(lambda values, _: fp4.quantize(values), lambda codes, scales, _: fp4.dequantize(codes, scales)),
     Coding.MXFP4: Codec(_quantize_mxfp4, _dequantize_mxfp4),
 }
 """A codec for each coding."""

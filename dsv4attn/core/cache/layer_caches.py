@@ -105,9 +105,8 @@ class DeepseekV4Caches:
     @property
     def present(self) -> dict[str, PagedKVCache]:
         """Every cache that there is, by name."""
-        caches = {"swa": self.attention.swa, "compressed": self.attention.compressed, "state": self.state}
-        caches |= {"index": self.index, "index_state": self.index_state}
-        return {name: cache for name, cache in caches.items() if cache is not None}
+        names = "swa", "compressed", "state", "index", "index_state"
+        return {name: cache for name, cache in zip(names, self.in_order, strict=True) if cache is not None}
 
     @property
     def in_order(self) -> tuple[PagedKVCache | None, ...]:

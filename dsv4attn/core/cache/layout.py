@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from attrs import evolve, frozen
@@ -116,7 +117,7 @@ class PagedKVCache:
 
     def __reduce__(self) -> tuple[object, ...]:
         """How a cache is copied and pickled: by its tensor, without the views of it."""
-        return _restored, (self.tensor, self.layout, self.block_size)
+        return partial(PagedKVCache, block_size=self.block_size), (self.tensor, self.layout)
 
     @classmethod
     def allocate(
@@ -297,11 +298,6 @@ class PagedKVCache:
 
     def __repr__(self) -> str:
         return f"PagedKVCache({self.layout.fingerprint}, blocks={self.num_blocks}, block_size={self.block_size})"
-
-
-def _restored(tensor: Tensor, layout: KVCacheLayout, block_size: int) -> PagedKVCache:
-    """A cache that was copied or pickled."""
-    return PagedKVCache(tensor, layout, block_size=block_size)
 
 
 def _shown(shape: tuple[object, ...]) -> str:

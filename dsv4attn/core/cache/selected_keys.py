@@ -8,9 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from attrs import frozen
-
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 
 if TYPE_CHECKING:
     # descriptors must load where torch is not wanted yet
@@ -45,8 +43,6 @@ class DenseIndices:
     indices: Tensor
     lens: Tensor
 
-    __repr__ = fields_repr
-
     @cached_property
     def width(self) -> int:
         """K."""
@@ -70,8 +66,6 @@ class EntryIndices:
     token_to_req: Tensor
     pages: PageTable
 
-    __repr__ = fields_repr
-
 
 @frozen(slots=False)
 class RaggedIndices:
@@ -85,8 +79,6 @@ class RaggedIndices:
     indices: Tensor
     indptr: Tensor
     width: int
-
-    __repr__ = fields_repr
 
 
 @frozen
@@ -118,8 +110,6 @@ class RequestRows:
     max_tokens: int
     num_requests: int | None = None
 
-    __repr__ = fields_repr
-
     @property
     def requests(self) -> int:
         """Requests that have rows, as far as the host knows."""
@@ -145,8 +135,6 @@ class PageTable:
     block_size: int
     num_blocks: int = 2**31 - 1
 
-    __repr__ = fields_repr
-
 
 @frozen
 class StepTokens:
@@ -164,8 +152,6 @@ class StepTokens:
     token_to_req: Tensor
     is_valid: Tensor
     first: int = 0
-
-    __repr__ = fields_repr
 
 
 @frozen(slots=False)
@@ -190,8 +176,6 @@ class GatheredKeys:
 
     kv: Tensor
     rows: DenseIndices | RaggedIndices
-
-    __repr__ = fields_repr
 
 
 @frozen(slots=False, eq=False)
@@ -219,8 +203,6 @@ class ChunkTokens:
     topk: int
     rows: int
     offset: int
-
-    __repr__ = fields_repr
 
 
 @frozen(slots=False, eq=False)
@@ -255,5 +237,3 @@ class ChunkRows:
     ratio: int
     lengths: Tensor
     starts: Tensor
-
-    __repr__ = fields_repr

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from attrs import frozen
-
 from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys, RequestRows
 from dsv4attn.core.contract.raw_query import RawQuery
 from dsv4attn.core.model.geometry import LayerGeometry
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import fields_repr, frozen
 
 if TYPE_CHECKING:
     # descriptors load where torch is not installed
@@ -36,8 +34,6 @@ class AttentionOptions:
     max_logits: Tensor | None = None
     empty_lse: float = -inf
     raw_q: RawQuery | None = None
-
-    __repr__ = fields_repr
 
 
 _PLAIN = AttentionOptions()
@@ -108,8 +104,6 @@ class AttentionCall:
     scratch: Sequence[Tensor] = ()
     options: AttentionOptions = _PLAIN
     request_rows: RequestRows | None = None
-
-    __repr__ = fields_repr
 
     @property
     def tensors(self) -> AttentionTensors:

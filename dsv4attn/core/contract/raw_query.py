@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
-
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 
 if TYPE_CHECKING:
     # types of the contract must load where torch is not wanted yet
@@ -33,8 +31,6 @@ class RawQuery:
     positions: Tensor
     cos_sin_cache: Tensor
     eps: float
-
-    __repr__ = fields_repr
 
     @property
     def key(self) -> tuple[object, ...]:

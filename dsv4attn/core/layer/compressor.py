@@ -155,12 +155,7 @@ class LatentCompressor(_Compressing):
         return latents
 
     def store(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        metadata: AttentionMetadata,
-        norm: EntryNorm,
-        cache: PagedKVCache,
+        self, x: Tensor, positions: Tensor, metadata: AttentionMetadata, norm: EntryNorm, cache: PagedKVCache
     ) -> None:
         """Store rows [T, d] of the tokens that complete an entry: latents as keys, or what becomes index keys."""
         compressed, layer = metadata.compressed, self._layer

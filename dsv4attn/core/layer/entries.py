@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.metadata.forward_context import ForwardContext
 from dsv4attn.core.metadata.metadata import AttentionMetadata
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.errors import ArgumentError
 
@@ -26,8 +25,6 @@ class StepEntries:
 
     record: Tensor | None = None
     inject: Tensor | None = None
-
-    __repr__ = fields_repr
 
     @classmethod
     def checked(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.attention.checks import check_table
@@ -20,7 +19,7 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.model.weight_copies import WeightCopies
 from dsv4attn.core.model.weights import IndexerWeights
-from dsv4attn.core.reprs import fields_repr, one_line
+from dsv4attn.core.reprs import frozen, one_line
 from dsv4attn.core.torch_modes import is_capturing, without_modes
 from dsv4attn.core.torch_ops.arguments import EntryNorm
 from dsv4attn.core.torch_ops.selection import select_all
@@ -39,8 +38,6 @@ class Candidates:
 
     blocks: Tensor
     block_size: int
-
-    __repr__ = fields_repr
 
     def is_void(self, entries: int) -> bool:
         """Whether all blocks of a context of `entries` entries are candidates, so that nothing is restricted."""

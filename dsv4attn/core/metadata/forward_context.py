@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
-from attrs import field, frozen
+from attrs import field
 from torch import Tensor
 
 from dsv4attn.core.metadata.metadata import (
@@ -18,7 +18,7 @@ from dsv4attn.core.metadata.metadata import (
     WindowMetadata,
 )
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError, did_you_mean
 
 __all__ = ["ForwardContext", "get_forward_context", "runs_as_captured", "set_forward_context"]
@@ -43,8 +43,6 @@ class ForwardContext:
     record_entries: Mapping[str, Tensor] = field(factory=dict, repr=False)
     inject_entries: Mapping[str, Tensor] = field(factory=dict, repr=False)
     _selecting: set[str] = field(factory=set, init=False, repr=False, eq=False)
-
-    __repr__ = fields_repr
 
     def entries(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
         """Where the selecting layer of this prefix records its entries, and entries that it takes; None for neither."""

@@ -15,14 +15,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from attrs import define, frozen
+from attrs import define
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import RaggedIndices, RequestRows, StepTokens
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import fields_repr, frozen
 from dsv4attn.core.tensorspec import check_declared, check_tensor, size, tensor
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.errors import ArgumentError
@@ -194,8 +194,6 @@ class WindowMetadata:
     prefill_requests: RequestRows | None = None
     build_state: BuildState | None = None
 
-    __repr__ = fields_repr
-
     def __attrs_post_init__(self) -> None:
         check_declared(self)
         for name in ("decode_swa_indices", "prefill_swa_indices"):
@@ -275,8 +273,6 @@ class CompressedMetadata:
     c128a_prefill_topk_indices: Tensor | None = tensor("Tp K", torch.int32, optional=True)
     decode_requests: RequestRows | None = None
 
-    __repr__ = fields_repr
-
     def __attrs_post_init__(self) -> None:
         check_declared(self)
 
@@ -313,8 +309,6 @@ class CompressorMetadata:
     block_table: Tensor = tensor("R N", torch.int32)
     slot_mapping: Tensor | None = tensor("S", torch.int64, optional=True)
     req_id_per_token: Tensor | None = tensor("T", torch.int32, optional=True)
-
-    __repr__ = fields_repr
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
@@ -369,8 +363,6 @@ class SourceRows:
     source: WindowMetadata
     rows: Tensor
 
-    __repr__ = fields_repr
-
     def __attrs_post_init__(self) -> None:
         check_type("source", self.source, WindowMetadata, cure="give the swa of the step's metadata")
         check_tensor("rows", self.rows, "T", torch.int64, {})
@@ -399,5 +391,3 @@ class WholePrefill:
 
     metadata: AttentionMetadata
     pages: Tensor
-
-    __repr__ = fields_repr

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias, cast
 
 import torch
-from attrs import field, frozen
+from attrs import field
 from torch import Tensor
 
 from dsv4attn.core.model.tensor_state import TensorState
@@ -19,7 +19,7 @@ from dsv4attn.core.model.weight_scales import BLOCKS, check_scale, checked_block
 from dsv4attn.core.model.weight_scales import alike as _alike
 from dsv4attn.core.model.weight_scales import factors_of as _factors
 from dsv4attn.core.model.weight_scales import product as _product
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.torch_modes import is_capturing, without_modes
 from dsv4attn.errors import ArgumentError
@@ -66,8 +66,6 @@ class BlockScaledWeight:
     scale: Tensor
     block_size: tuple[int, int] = field(default=None, kw_only=True, converter=_given_block)
 
-    __repr__ = fields_repr
-
     def __attrs_post_init__(self) -> None:
         _check_matrix("weight", self.weight, _FP8)
         block = check_scale("scale", self.scale, "weight", self.weight, self.block_size)
@@ -97,8 +95,6 @@ class CodedMatrix:
     weight: Tensor
     codes: tuple[BlockScaledWeight, ...]
     most_rows: int
-
-    __repr__ = fields_repr
 
     def first(self, count: int) -> CodedMatrix:
         """The first `count` of the weights."""
@@ -262,8 +258,6 @@ class _Attributes:
 
     module: object
 
-    __repr__ = fields_repr
-
     def get(self, name: str) -> Any:  # noqa: ANN401 - any attribute
         """An attribute, or None."""
         return getattr(self.module, name, None)
@@ -281,8 +275,6 @@ class _Copy:
     block: tuple[int, int]
     by_number: bool
     copy: Tensor
-
-    __repr__ = fields_repr
 
     def is_of(self, scales: tuple[Tensor, ...], block: tuple[int, int] | None) -> bool:
         """Whether it is of these scales, changed or not. block: None: as their number says."""

@@ -20,7 +20,6 @@ from itertools import chain
 from typing import TypeAlias
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.model.joined_memory import follow_each_other, has_own_memory, lies_in, movable, users_of
@@ -35,7 +34,7 @@ from dsv4attn.core.model.quantized_weight import (
     tensors_of,
 )
 from dsv4attn.core.model.tensor_state import Place, TensorState, have_changed
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.errors import ArgumentError
 
@@ -57,8 +56,6 @@ class JoinedMatrix:
     matrix: Tensor | CodedMatrix
     rows: Mapping[str, int]
     out_dtype: torch.dtype | None
-
-    __repr__ = fields_repr
 
     def first(self, names: Collection[str]) -> JoinedMatrix | None:
         """The part of the matrix from its beginning to the last of the named weights; None if it has none of them."""

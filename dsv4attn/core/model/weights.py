@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, LayerRole, ModelGeometry
 from dsv4attn.core.model.quantized_weight import Weight
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.errors import ArgumentError, did_you_mean
 
 __all__ = ["AttentionWeights", "CompressorWeights", "HyperConnectionWeights", "IndexerWeights", "weight_shapes"]
@@ -33,8 +33,6 @@ class CompressorWeights:
     ape: Tensor | None
     norm: Tensor
 
-    __repr__ = fields_repr
-
 
 @frozen(eq=False)
 class IndexerWeights:
@@ -52,8 +50,6 @@ class IndexerWeights:
     compressor: CompressorWeights | None = None
     wk: Weight | None = None
     k_norm: Tensor | None = None
-
-    __repr__ = fields_repr
 
 
 @frozen(eq=False)
@@ -82,8 +78,6 @@ class AttentionWeights:
     attn_sink: Tensor | None
     compressor: CompressorWeights | None = None
     indexer: IndexerWeights | None = None
-
-    __repr__ = fields_repr
 
     @classmethod
     def from_dict(
@@ -179,8 +173,6 @@ class HyperConnectionWeights:
     fn: Tensor
     base: Tensor
     scale: Tensor
-
-    __repr__ = fields_repr
 
     def check(self, geometry: ModelGeometry) -> None:
         """Raise ArgumentError unless all have the shapes of the model, and two bytes or more an element.

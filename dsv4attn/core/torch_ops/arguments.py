@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 
 __all__ = ["EntryNorm", "MixWeights", "StatePages", "TokenMap"]
 
@@ -26,8 +25,6 @@ class TokenMap:
     block_table: Tensor
     token_to_req: Tensor
     visible_lens: Tensor
-
-    __repr__ = fields_repr
 
     def tokens(self, part: slice) -> TokenMap:
         """The map of some of the tokens.
@@ -50,8 +47,6 @@ class StatePages:
     cache: PagedKVCache
     block_table: Tensor
 
-    __repr__ = fields_repr
-
 
 @frozen(slots=False, eq=False)
 class EntryNorm:
@@ -65,8 +60,6 @@ class EntryNorm:
     weight: Tensor | None
     eps: float
     cos_sin_cache: Tensor
-
-    __repr__ = fields_repr
 
 
 @frozen(eq=False)
@@ -98,5 +91,3 @@ class MixWeights:
     sinkhorn_repeat: int = 20
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6
-
-    __repr__ = fields_repr

@@ -36,6 +36,8 @@ __all__ = [
 
 _LARGEST_SLOT = torch.iinfo(torch.int32).max
 """Slots are handed on as int32."""
+_ALL = Ownership(0, 1)
+"""Of a rank that has all entries."""
 
 
 def token_to_req_indices(query_start_loc: Tensor, num_tokens: int) -> Tensor:
@@ -124,12 +126,7 @@ def window_spans(
 
 
 def window_indices(
-    start: Tensor,
-    end: Tensor,
-    is_valid: Tensor,
-    token_to_req: Tensor,
-    pages: PageTable,
-    width: int,
+    start: Tensor, end: Tensor, is_valid: Tensor, token_to_req: Tensor, pages: PageTable, width: int
 ) -> tuple[Tensor, Tensor]:
     """Slots of each token's window: positions start .. end - 1, ascending, at most `width`, then -1.
 
@@ -315,13 +312,7 @@ def build_window_indices(
     rows, lens = out
     n, request = rows.shape[0], tokens.token_to_req.long()
     start, end = window_spans(
-        tokens.query_start_loc,
-        tokens.seq_lens,
-        request,
-        tokens.first,
-        window,
-        replay_start=replay_start,
-        causal=causal,
+        tokens.query_start_loc, tokens.seq_lens, request, tokens.first, window, replay_start=replay_start, causal=causal
     )
     slots, counts = window_indices(start, end, tokens.is_valid, request, pages, rows.shape[1])
     rows.copy_(slots)
@@ -366,23 +357,11 @@ def build_compressed_slot_mapping(tokens: StepTokens, pages: PageTable, ratio: i
 
     pages: of the compressed cache. out: ([>= n] int64 slots, -1 from n on; [>= n] int32 lens, 0 from n on).
     """
-    slots, lens = out
-    n, request = tokens.token_to_req.shape[0], tokens.token_to_req.long()
-    position = positions_of(tokens.query_start_loc, tokens.seq_lens, request)
-    slots[:n] = get_compressed_slot_mapping(
-        position, tokens.is_valid, request, pages.block_table, pages.block_size, ratio
-    )
-    slots[n:].fill_(-1)
-    visible_entries(position, tokens.is_valid & (request >= 0), ratio, out=lens[:n])
-    lens[n:].zero_()
+    build_owned_slot_mapping(_ALL, tokens, pages, ratio, out)
 
 
 def build_owned_slot_mapping(
-    ownership: Ownership,
-    tokens: StepTokens,
-    pages: PageTable,
-    ratio: int,
-    out: tuple[Tensor, Tensor],
+    ownership: Ownership, tokens: StepTokens, pages: PageTable, ratio: int, out: tuple[Tensor, Tensor]
 ) -> None:
     """`build_compressed_slot_mapping` of one rank: slots of its entries, and how many of them a token sees.
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from math import inf
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.index_records import quantize_index, read_index_keys, slots_of
 from dsv4attn.core.cache.key_codecs import dequantize_keys, power_of_two
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.model.rope import angles_at, apply_rope
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.errors import ArgumentError
@@ -49,8 +48,6 @@ class IndexQuery:
     values: Tensor
     weights: Tensor
     scales: Tensor | None = None
-
-    __repr__ = fields_repr
 
     def tokens(self, part: slice) -> IndexQuery:
         """The queries of some of the tokens.

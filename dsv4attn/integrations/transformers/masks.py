@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import round_up
 from dsv4attn.core.cache.selected_keys import DenseIndices, RaggedIndices
 from dsv4attn.core.contract.backend import IndexForm
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 ABSENT = -1e4
@@ -31,8 +30,6 @@ class VisibleKeys:
     query: Tensor
     counts: Tensor
     width: int
-
-    __repr__ = fields_repr
 
     @classmethod
     def of_mask(cls, mask: Tensor, sequences: int, queries: int, keys: int) -> VisibleKeys:

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention as TransformersAttention
 
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, OutOfPagesError, UnsupportedError
 from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
@@ -45,8 +44,6 @@ class _Step:
     positions: Tensor
     index: Tensor | None
     requests: Sequence[tuple[CachedSequence, int]] = ()
-
-    __repr__ = fields_repr
 
 
 @frozen(eq=False)

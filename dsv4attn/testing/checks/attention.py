@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract import RankOps
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, located, worst_of
 from dsv4attn.testing.kit.oracle_cache import body
 from dsv4attn.testing.kit.random_step import ForwardArgs, StepFixture
@@ -283,7 +283,7 @@ def _random_cut(tokens: int, seed: int) -> list[int]:
     return [int(n) for n in np.diff([0, *ends, tokens])]
 
 
-@attrs.frozen(eq=False, repr=False)
+@frozen(eq=False)
 class _History:
     """A step with the caches that it finds.
 
@@ -295,7 +295,6 @@ class _History:
     inputs: StepFixture
     caches: LayerCaches
     contents: Sequence[Tensor]
-    __repr__ = fields_repr
 
     @classmethod
     def of(cls, bench: Bench, inputs: StepFixture) -> _History:

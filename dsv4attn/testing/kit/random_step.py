@@ -36,7 +36,7 @@ from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.testing.case import Bench, dtype_name
 from dsv4attn.testing.kit.factories import (
     HEADS,
@@ -273,7 +273,7 @@ WHOLE = Ownership(0, 1)
 """The ownership of a rank that has all entries."""
 
 
-@attrs.frozen(eq=False)
+@frozen(eq=False)
 class ForwardArgs:
     """The arguments of one `forward_mqa`, which may run any number of times.
 
@@ -297,8 +297,6 @@ class ForwardArgs:
     topk_indices: Tensor | None
     strided: str = ""
     raw_q: RawQuery | None = None
-
-    __repr__ = fields_repr
 
     def workspace(self, backend: Backend, *, debug: bool = True) -> WorkspaceManager:
         """A workspace as planned for the limits, locked; with canaries when debugging."""

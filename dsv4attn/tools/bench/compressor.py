@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.index_records import read_index_keys
@@ -19,7 +18,7 @@ from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.torch_ops.arguments import EntryNorm, StatePages
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import LAYOUT, RandomNumbers, read_records
@@ -86,8 +85,6 @@ class _States:
     cache: PagedKVCache
     table: Tensor
     slots: Tensor
-
-    __repr__ = fields_repr
 
 
 def compressor_task(case: LayerOpCase, device: torch.device) -> Task:

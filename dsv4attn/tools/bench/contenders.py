@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from attrs import field, frozen
+from attrs import field
 from torch import Tensor
 
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.rope import cos_sin_cache
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.attention_call import prepare_attention
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, PAIRS, KernelCase
@@ -40,8 +40,6 @@ class Contender:
     note: str = ""
     expected: Sequence[Tensor] | None = field(default=None, repr=False)
 
-    __repr__ = fields_repr
-
 
 @frozen(eq=False)
 class Task:
@@ -67,8 +65,6 @@ class Task:
     fp8: bool = False
     beside: Mapping[str, Callable[[], Contender]] = field(factory=dict, repr=False)
     expected: Sequence[Tensor] = field(repr=False, kw_only=True)
-
-    __repr__ = fields_repr
 
     @expected.default
     def _results_of_the_reference(self) -> Sequence[Tensor]:

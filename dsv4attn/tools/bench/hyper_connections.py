@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import ModelGeometry
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.torch_ops.arguments import MixWeights
 from dsv4attn.tools.bench.contenders import Contender, Task, returning
 from dsv4attn.tools.bench.inputs import RandomNumbers
@@ -38,8 +37,6 @@ class StreamInputs:
     post: Tensor
     comb: Tensor
     weights: MixWeights
-
-    __repr__ = fields_repr
 
 
 def mhc_task(case: LayerOpCase, device: torch.device) -> Task:

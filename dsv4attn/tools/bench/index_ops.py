@@ -10,14 +10,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from attrs import field, frozen
+from attrs import field
 from torch import Tensor
 
 from dsv4attn.core.cache.index_records import store_index_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import ModelGeometry
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import UnsupportedError
@@ -59,8 +59,6 @@ class IndexInputs:
     table: Tensor
     lens: Tensor
     logits: Tensor = field(repr=False)
-
-    __repr__ = fields_repr
 
     @logits.default
     def _logits_of_the_reference(self) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.key_records import KEY_RECORDS
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.tools.bench.accuracy import reference
 from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, KernelCase
 
@@ -61,8 +60,6 @@ class CacheSegment:
     seq_lens: Tensor
     gather_lens: Tensor
 
-    __repr__ = fields_repr
-
 
 @frozen(eq=False)
 class Inputs:
@@ -92,8 +89,6 @@ class Inputs:
     keys: int
     records: int
     stored: int
-
-    __repr__ = fields_repr
 
     @property
     def flops(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.cache.index_records import store_index_keys
@@ -25,7 +25,7 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights, weight_shapes
-from dsv4attn.core.reprs import counted, fields_repr
+from dsv4attn.core.reprs import counted, frozen
 from dsv4attn.errors import ArgumentError
 from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.bench.cases import PRESETS
@@ -174,8 +174,6 @@ class _PreparedLayer:
     metadata: Mapping[LayerKey, AttentionMetadata]
     positions: Tensor
     hidden: Tensor
-
-    __repr__ = fields_repr
 
     def run(self) -> None:
         """The layer alone."""

@@ -6,9 +6,10 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -274,11 +275,13 @@ def console() -> Console:
         # names of files may have bytes that are no letters
         sys.stdout.reconfigure(errors="backslashreplace")
     plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
-    whole_signs = _has_signs(sys.stdout.encoding)
-    stream = sys.stdout if whole_signs else cast("TextIO", _Plain(sys.stdout))
+    # a text-only stream has no encoding
+    stream, encoding = sys.stdout, sys.stdout.encoding or "utf"
+    if not encoding.lower().startswith("utf"):
+        stream = cast("TextIO", _Changed(stream, partial(_plain, encoding=encoding)))
     if columns or not piped:
-        return Whole(**plain, file=None if whole_signs else stream)
-    return Whole(**plain, width=_ENDLESS, file=cast("TextIO", _Trimmed(stream)))
+        return Whole(**plain, file=None if stream is sys.stdout else stream)
+    return Whole(**plain, width=_ENDLESS, file=cast("TextIO", _Changed(stream, _trimmed)))
 
 
 def _uncut(shown: object, *, fold: bool) -> None:
@@ -300,11 +303,11 @@ def _uncut(shown: object, *, fold: bool) -> None:
                 column.overflow, column.no_wrap = "fold", column.no_wrap and not fold
 
 
-class _Around(io.TextIOBase):
-    """A stream that passes text on to another stream, changed by `changed`."""
+class _Changed(io.TextIOBase):
+    """A stream that passes text on to another stream, changed by a function."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, change: Callable[[str], str]) -> None:
+        self._stream, self._change = stream, change
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -317,36 +320,24 @@ class _Around(io.TextIOBase):
         return self._stream.fileno()
 
     def write(self, text: str, /) -> int:
-        self._stream.write(self.changed(text))
+        self._stream.write(self._change(text))
         return len(text)
-
-    def changed(self, text: str) -> str:
-        raise NotImplementedError
 
     def flush(self) -> None:
         self._stream.flush()
 
 
-class _Trimmed(_Around):
-    """Drops the blanks that fill lines up to the width of the console. It writes whole lines."""
-
-    def changed(self, text: str) -> str:
-        return "\n".join(line.rstrip() for line in text.split("\n"))
+def _trimmed(text: str) -> str:
+    """Whole lines without the blanks that fill them up to the width of the console."""
+    return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
-class _Plain(_Around):
-    """Replaces characters that the encoding of a stream lacks: `<=`, `+-`, and escapes for other letters."""
-
-    def changed(self, text: str) -> str:
-        # the second character replaces one of two adjacent blanks, so that columns stay aligned
-        text = re.sub(r"≤(\S*)( (?= ))?", r"<=\1", text)
-        text = re.sub(r"((?<= ) )?±", "+-", text)
-        return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
-
-
-def _has_signs(encoding: str | None) -> bool:
-    # a text-only stream has no encoding
-    return encoding is None or encoding.lower().startswith("utf")
+def _plain(text: str, encoding: str) -> str:
+    """A text whose characters an encoding has: `<=`, `+-`, and escapes for other letters."""
+    # the second character replaces one of two adjacent blanks, so that columns stay aligned
+    text = re.sub(r"≤(\S*)( (?= ))?", r"<=\1", text)
+    text = re.sub(r"((?<= ) )?±", "+-", text)
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def grid(rows: Sequence[tuple[str, Sequence[str]]], styles: Sequence[str] = (), *, wide: int = 0) -> Table:

@@ -115,13 +115,11 @@ def _options_of_backend(ctx: click.Context, _: str) -> Words:
     return {f"{key}=": f"default {default!r}" for key, default in registered(name).info.options.items()} if name else {}
 
 
-def _measurements(ctx: click.Context, incomplete: str) -> Words:
-    """What `bench` measures."""
+def _measurements(ctx: click.Context, _: str) -> Words:
+    """What `bench` measures, without what was named before."""
     from dsv4attn.tools.bench.cases import MEASUREMENTS
 
-    before, comma, _ = incomplete.rpartition(",")
-    named = {*before.split(","), *(ctx.params.get("what") or ())}
-    return {f"{before}{comma}{name}": "" for name in MEASUREMENTS if name not in named}
+    return dict.fromkeys((name for name in MEASUREMENTS if name not in (ctx.params.get("what") or ())), "")
 
 
 def _bench_cases(_: click.Context, __: str) -> Words:
@@ -154,7 +152,7 @@ requests_of_backends = _completer(_requests)
 backend_options = _completer(_options_of_backend)
 layers = _completer(_listed("dsv4attn.core.model.geometry:LayerKind"))
 cache_formats = _completer(_listed("dsv4attn.tools.replay:CACHES"))
-measurements = _completer(_measurements)
+measurements = several(_completer(_measurements))
 bench_cases = several(_completer(_bench_cases))
 context_cases = several(_completer(_listed("dsv4attn.tools.bench.cases:CONTEXT_CASES")))
 peers = several(_completer(_listed("dsv4attn.tools.bench.cases:PEER_NAMES")))

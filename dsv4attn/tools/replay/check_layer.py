@@ -35,7 +35,6 @@ import math
 
 import numpy as np
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
@@ -43,7 +42,7 @@ from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.testing.kit.tolerances import as_f64, query_values
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
@@ -113,8 +112,6 @@ class CheckedStep:
     metadata: AttentionMetadata
     selected: Tensor | None
     output: Tensor
-
-    __repr__ = fields_repr
 
 
 class LayerChecker:
@@ -287,7 +284,7 @@ class LayerChecker:
         assert self._caches.index is not None
         return self._caches.index.layout
 
-    def _hidden(self, row: int, positions: range | list[int]) -> F64:
+    def _hidden(self, row: int, positions: list[int]) -> F64:
         """[n, hidden] hidden states of a request."""
         rows = np.full(len(positions), row, np.int64)
         tokens = self._workload.tokens(rows, np.array(positions, np.int64))

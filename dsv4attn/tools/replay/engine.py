@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any
 
 import numpy as np
 import torch
-from attrs import Attribute, field, frozen
+from attrs import asdict, field, frozen
 
-from dsv4attn.core.argument_checks import check_count
+from dsv4attn.core.argument_checks import at_least
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.device import DeviceFacts
@@ -32,10 +31,6 @@ from dsv4attn.tools.replay.results import Report
 from dsv4attn.tools.replay.workload import Workload
 
 
-def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], object]:
-    return lambda _, attribute, value: check_count(attribute.name, value, minimum)
-
-
 @frozen
 class ReplayConfig:
     """Settings of a replay.
@@ -53,12 +48,12 @@ class ReplayConfig:
 
     kinds: Sequence[LayerKind] | None = None
     cache: str = "fp8_ds_mla"
-    block_size: int = field(default=64, validator=_at_least(1))
-    max_num_batched_tokens: int = field(default=1024, validator=_at_least(1))
-    max_num_seqs: int = field(default=32, validator=_at_least(1))
-    max_kv_bytes: int = field(default=2 * 2**30, validator=_at_least(1))
-    check_rows: int = field(default=2, validator=_at_least(0))
-    seed: int = field(default=0, validator=_at_least(0))
+    block_size: int = field(default=64, validator=at_least(1))
+    max_num_batched_tokens: int = field(default=1024, validator=at_least(1))
+    max_num_seqs: int = field(default=32, validator=at_least(1))
+    max_kv_bytes: int = field(default=2 * 2**30, validator=at_least(1))
+    check_rows: int = field(default=2, validator=at_least(0))
+    seed: int = field(default=0, validator=at_least(0))
     device: torch.device = field(default=torch.device("cpu"), converter=torch.device)
 
 
@@ -207,12 +202,7 @@ class Replay:
             max_num_seqs=self._limits.max_num_reqs,
             requests=len(self.requests),
             layers=[runner.report for runner in self._runners],
-            finished=done.finished,
-            steps=done.steps,
-            prefill_tokens=done.prefill_tokens,
-            decode_tokens=done.decode_tokens,
-            recomputed_tokens=done.recomputed_tokens,
-            preemptions=done.preemptions,
+            **asdict(done),
             wall_s=wall_s,
             other_s=self._other_s,
             interrupted=interrupted,

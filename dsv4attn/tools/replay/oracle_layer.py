@@ -15,6 +15,7 @@ from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.testing.kit.factories import frequencies
 from dsv4attn.testing.oracle import attention as oracle
 from dsv4attn.testing.oracle.attention import F64
+from dsv4attn.testing.oracle.layer import entry_window, rms_norm, softmax
 from dsv4attn.tools.replay.random_weights import RandomWeights
 
 
@@ -55,11 +56,10 @@ class OracleLayer:
         row = self._norm(self._copy(self._weights.wkv) @ hidden, self._weights.kv_norm)
         return oracle.apply_rope(row, *self._turn(position), self._layer.rope_dim)
 
-    def entry_tokens(self, entry: int) -> range:
+    def entry_tokens(self, entry: int) -> list[int]:
         """Positions of the tokens that an entry covers; with overlap those of the entry before too."""
-        ratio = self._layer.compress_ratio
-        first = (entry - 1 if self._layer.overlap else entry) * ratio
-        return range(max(first, 0), (entry + 1) * ratio)
+        window = entry_window(entry, self._layer.compress_ratio, overlap=self._layer.overlap)
+        return [position for position, _ in window]
 
     def entry(self, hidden: F64, entry: int, *, index: bool = False) -> F64:
         """[d] a compressed entry, or an index key, from the hidden states [n, hidden] of its tokens.
@@ -81,8 +81,7 @@ class OracleLayer:
         if self._layer.overlap:
             is_previous, dim = positions < entry * ratio, kv.shape[1] // 2
             kv, score = (np.where(is_previous[:, None], both[:, :dim], both[:, dim:]) for both in (kv, score))
-        share = np.exp(score - score.max(0))
-        row = self._norm((share * kv).sum(0) / share.sum(0), weights.norm)
+        row = self._norm((softmax(score) * kv).sum(0), weights.norm)
         if index and of_latent:
             assert indexer is not None
             assert indexer.wk is not None
@@ -116,4 +115,4 @@ class OracleLayer:
         return oracle.rope_cos_sin(position, self._inv_freq)
 
     def _norm(self, row: F64, weight: Tensor) -> F64:
-        return np.asarray(row / np.sqrt(np.mean(row**2) + self._geometry.eps) * self._copy(weight))
+        return rms_norm(row, self._copy(weight), self._geometry.eps)

@@ -7,7 +7,6 @@ serve every call and give results of the same meaning.
 from __future__ import annotations
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
@@ -20,7 +19,7 @@ from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import LayerKind
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
@@ -138,8 +137,6 @@ class _Keys:
     block_table: Tensor | None = None
     token_to_req: Tensor | None = None
     tokens_per_req: int = 0
-
-    __repr__ = fields_repr
 
 
 def _launch(

@@ -13,7 +13,6 @@ from itertools import product
 from typing import NamedTuple, TypeAlias
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, alignment_of_tokens, row_alignments
@@ -36,7 +35,7 @@ from dsv4attn.backends._triton.layer.hyper_connections.tuning import (
     tuning_for,
     uses_factors,
 )
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import fields_repr, frozen
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import MixWeights
 
@@ -51,8 +50,6 @@ class Delayed:
 
     previous_pre: Tensor | None
     pre: Tensor | None = None
-
-    __repr__ = fields_repr
 
 
 class MixResults(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.launch import divider
@@ -40,7 +39,7 @@ from dsv4attn.backends._triton.sizes import cdiv, next_power_of_2
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.core.torch_ops.arguments import TokenMap
 from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
@@ -284,8 +283,6 @@ class _Keys:
     layout: KVCacheLayout
     numbers: KeyNumbers
     stride: int
-
-    __repr__ = fields_repr
 
     @property
     def aligned(self) -> int:

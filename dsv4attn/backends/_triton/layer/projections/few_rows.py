@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import cache
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
@@ -23,7 +22,7 @@ from dsv4attn.backends._triton.layer.projections.products import UNIT, Tile, til
 from dsv4attn.backends._triton.sizes import cdiv
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.model.weight_scales import factors_of
-from dsv4attn.core.reprs import fields_repr
+from dsv4attn.core.reprs import frozen
 
 BLOCK = 128
 """Rows and columns under one scale of codes."""
@@ -73,7 +72,7 @@ On an H100 (2026-11-27) bits were those of products with bf16 copies for factors
 """
 
 
-@frozen(repr=False)
+@frozen
 class Heads:
     """What the inputs of a product are: heads, of which the trailing columns are read from another tensor.
 
@@ -83,8 +82,6 @@ class Heads:
     nope: int
     rope: int
     turned: Tensor
-
-    __repr__ = fields_repr
 
     @property
     def run(self) -> int:
