@@ -8,10 +8,13 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch import Tensor
 
+from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import AttentionCall, Products
+from dsv4attn.core.model.quantized_weight import dense_weight
 from tests.testing import mutants, mutants_ranks, mutants_shared, mutants_sizes, mutants_weights
 from tests.testing.mutants import (
     GATHER,
@@ -323,6 +326,50 @@ class Fp8Queries(ReferenceBackend):
 
     def decode(self, call: AttentionCall) -> None:
         super().decode(attrs.evolve(call, q=call.q.to(torch.float8_e4m3fn).to(call.q.dtype)))
+
+
+def power_of_two(least: Tensor) -> Tensor:
+    """The smallest powers of two that are as large."""
+    fraction, exponent = torch.frexp(least)
+    return torch.exp2((exponent - (fraction == 0.5).int()).float())
+
+
+class Fp8Outputs(ReferenceBackend):
+    """A backend that rounds outputs to codes. scale_of: the scale of runs whose largest code needs at least as much."""
+
+    projects_fp8 = True
+
+    def __init__(self, scale_of: Callable[[Tensor], Tensor] = power_of_two, *, rounds: bool = True) -> None:
+        super().__init__()
+        self.scale_of, self.rounds = scale_of, rounds
+
+    def inv_rope_o_proj(
+        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Any, num_groups: int
+    ) -> Tensor:
+        fp8 = wo_a.weight.dtype
+        turned = kernels.rotated(o.float(), positions, cos_sin_cache, inverse=True)
+        runs = turned.unflatten(-1, (-1, wo_a.block_size[1]))
+        scale = self.scale_of(runs.abs().amax(-1, keepdim=True) / torch.finfo(fp8).max)
+        x = ((runs / scale).to(fp8).float() * scale if self.rounds else runs).reshape(len(o), num_groups, -1)
+        z = torch.einsum("tgk,grk->tgr", x, dense_weight(wo_a).float().unflatten(0, (num_groups, -1)))
+        return z.to(o.dtype)
+
+
+@pytest.mark.parametrize(
+    ("backend", "judge"),
+    [
+        (Fp8Outputs(), none_fail),
+        (Fp8Outputs(rounds=False), all_fail),
+        (Fp8Outputs(lambda least: least), all_fail),
+        (Fp8Outputs(lambda least: power_of_two(least) / 4), all_fail),
+        (Fp8Outputs(lambda least: power_of_two(least) * 2**12), all_fail),
+    ],
+    ids=["as it is", "not rounded", "no power of two", "too small", "too large"],
+)
+def test_outputs_that_a_backend_rounds_to_fp8_are_judged_as_such(
+    backend: Fp8Outputs, judge: Callable[[Callable[[], Any], str], object]
+) -> None:
+    judge(lambda: backend, "project-fp8-ocp-bytes,project-fp8-fnuz-e8m0,project-fp8-blocks-32")
 
 
 @pytest.mark.parametrize(("products", "judge"), [(Products.BF16, all_fail), (Products.FP8, none_fail)])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4attn.core.attention.projection import o_proj, output_projection
 from dsv4attn.core.model.quantized_weight import BlockScaledWeight
+from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.checks.insert import BF16, FP32_STEPS, CacheRows, stale_rows
 from dsv4attn.testing.kit.factories import normal
@@ -25,6 +26,10 @@ WO_A, WO_B = 28, 29
 EXPONENTS = 117, 121
 """Bytes of E8M0 scales that are drawn. They are close together, so that rotated dims, whose rounding makes most of
 the budget, are not lost among larger values."""
+SUMS_OF_CODES = 2.0**-12
+"""Largest error of a sum of codes, relative to the magnitudes that are summed: some matrix units keep 14 bits."""
+TURNED = 2.0**-22
+"""Largest error of a value that is turned back in fp32, relative to both values of its pair."""
 
 
 @attrs.frozen(eq=False)
@@ -39,17 +44,24 @@ class _Matrix:
     values: F64
 
 
-def _matrix(rows: CacheRows, stream: int, shape: tuple[int, int], strided: StridedTensors) -> _Matrix:
-    """A random weight in the case input's format, with rows apart if the case input says so of `wo_a`."""
+def _matrix(
+    rows: CacheRows, stream: int, shape: tuple[int, int], strided: StridedTensors, *, as_codes: bool = False
+) -> _Matrix:
+    """A random weight in the case input's format, with rows apart if the case input says so of `wo_a`.
+
+    as_codes: fp8 stands for codes times scales, not rounded to bf16.
+    """
     if rows.scale:
-        return _scaled(rows, stream, shape, strided)
+        return _scaled(rows, stream, shape, strided, as_codes=as_codes)
     dtype = rows.weight_dtype or rows.dtype
     values = rounded(normal((rows.seed, stream), np.arange(shape[0]), shape[1]), dtype)
     tensor = rows.tensor(values, dtype)
     return _Matrix((strided("wo_a", tensor) if stream == WO_A else tensor,), values)
 
 
-def _scaled(rows: CacheRows, stream: int, shape: tuple[int, int], strided: StridedTensors) -> _Matrix:
+def _scaled(
+    rows: CacheRows, stream: int, shape: tuple[int, int], strided: StridedTensors, *, as_codes: bool
+) -> _Matrix:
     """Random finite codes and random scales of their blocks."""
     e8m0 = getattr(torch, "float8_e8m0fnu", None)
     if rows.scale == "e8m0" and e8m0 is None:
@@ -70,29 +82,40 @@ def _scaled(rows: CacheRows, stream: int, shape: tuple[int, int], strided: Strid
         weight = strided("wo_a", weight) if stream == WO_A else weight
         forms.append(SimpleNamespace(**{"weight": weight, name: ours}) if name else BlockScaledWeight(weight, ours))
     known = factors.astype(np.float64) if rows.scale == "fp32" else exponents
-    return _Matrix(tuple(forms), oracle.dequantize_blocks(codes, known, rows.fnuz, rows.block))
+    return _Matrix(tuple(forms), oracle.dequantize_blocks(codes, known, rows.fnuz, rows.block, exact=as_codes))
 
 
 def projects(bench: Bench, rows: CacheRows) -> Measure:
     """Outputs are turned back at the query's position and projected group by group; o itself stays.
 
     A backend may round the turned values to o's dtype, and the result; sums are fp32. Matrices in fp8 go through core,
-    which converts them: every form of one gives the same bits.
+    which converts them, unless the backend multiplies codes: every form of one gives the same bits. A backend that
+    multiplies codes may refuse rows of codes that lie apart and heads without whole runs.
     """
     strided, shape = StridedTensors(rows.strided), (rows.count, rows.groups, rows.rank)
-    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided)
+    as_codes = _as_codes(bench, rows)
+    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided, as_codes=as_codes)
     o, table = _inputs(rows, strided)
     projected = list[Tensor]()
     for form in wo_a.forms:
         rest = o, rows.tensor(rows.positions), table, form, rows.groups
-        with unchanged(o=o):
-            z = o_proj(bench.backend, *rest, layer=rows.layer) if rows.scale else bench.backend.inv_rope_o_proj(*rest)
+        try:
+            with unchanged(o=o):
+                z = (
+                    o_proj(bench.backend, *rest, layer=rows.layer)
+                    if rows.scale
+                    else bench.backend.inv_rope_o_proj(*rest)
+                )
+        except ArgumentError as refusal:
+            if as_codes and (rows.strided or rows.layer.head_dim % rows.block):
+                raise SkipCase(f"products of codes are not for these: {refusal}") from refusal
+            raise
         strided.check()
         hold_shape(z, shape, o.dtype, "returned")
         if projected and not torch.equal(z, projected[0]):
             raise Wrong("a module with the weight and its scales gives another result than a BlockScaledWeight")
         projected.append(z)
-    expected, budget = _expected(rows, wo_a.values)
+    expected, budget = _expected(rows, wo_a.values, as_codes=as_codes)
     return _judge(projected[0], expected, budget)
 
 
@@ -120,11 +143,12 @@ def outputs(bench: Bench, rows: CacheRows) -> Measure:
     at most as much times the magnitudes of wo_b.
     """
     strided = StridedTensors(rows.strided)
-    first = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided)
+    as_codes = _as_codes(bench, rows)
+    first = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), strided, as_codes=as_codes)
     second = _matrix(rows, WO_B, (rows.hidden, rows.groups * rows.rank), strided)
     o, table = _inputs(rows, strided)
     positions, unit = rows.tensor(rows.positions), _unit(rows)
-    wanted_z, budget_z = _expected(rows, first.values)
+    wanted_z, budget_z = _expected(rows, first.values, as_codes=as_codes)
     results, expected, budget = np.zeros((3, rows.count, rows.hidden))
     heads, width = o.shape[1] // rows.ranks, rows.groups * rows.rank // rows.ranks
     for rank in range(rows.ranks):
@@ -153,6 +177,11 @@ def outputs(bench: Bench, rows: CacheRows) -> Measure:
     return _judge(torch.from_numpy(results), expected, budget)
 
 
+def _as_codes(bench: Bench, rows: CacheRows) -> bool:
+    """Whether the backend rounds outputs to fp8, and multiplies codes."""
+    return bool(rows.scale) and bench.backend.projects_fp8
+
+
 def _width(rows: CacheRows) -> int:
     """Elements of a group's heads."""
     return rows.layer.num_heads // rows.groups * rows.layer.head_dim
@@ -169,8 +198,10 @@ def _inputs(rows: CacheRows, strided: StridedTensors) -> tuple[Tensor, Tensor]:
     return o, strided("cos_sin_cache", rows.tensor(rows.table, torch.float32))
 
 
-def _expected(rows: CacheRows, weight: F64) -> tuple[F64, F64]:
+def _expected(rows: CacheRows, weight: F64, *, as_codes: bool) -> tuple[F64, F64]:
     """[n, G, rank] float64: the oracle's z and the budget of each element."""
+    if as_codes:
+        return _expected_of_codes(rows, weight)
     heads, dim, rope, inner = rows.layer.num_heads, rows.layer.head_dim, rows.layer.rope_dim, _width(rows)
     grouped, unit = weight.reshape(rows.groups, rows.rank, inner), _unit(rows)
     turned_part = np.zeros((heads // rows.groups, dim), dtype=bool)
@@ -183,6 +214,25 @@ def _expected(rows: CacheRows, weight: F64) -> tuple[F64, F64]:
         x = rows.queries[i].reshape(rows.groups, inner)
         norms = [np.linalg.norm(x[:, p], axis=1)[:, None] * w for p, w in zip(parts, weights, strict=True)]
         budget[i] = unit * (norms[0] + np.abs(values[i])) + FP32_STEPS * norms[1]
+    return values, budget
+
+
+def _expected_of_codes(rows: CacheRows, weight: F64) -> tuple[F64, F64]:
+    """The same of outputs that are rounded to codes. A value that fp32 moves past a tie may have either code."""
+    rope, grouped = rows.layer.rope_dim, weight.reshape(rows.groups, rows.rank, -1)
+    values, budget = np.zeros((2, rows.count, rows.groups, rows.rank))
+    for i, o in enumerate(rows.queries):
+        turned, moved = oracle.apply_rope(o, *rows.turn(i), rope, inverse=True), np.zeros_like(o)
+        pairs = np.abs(o[:, -rope:]).reshape(len(o), -1, 2).sum(2)
+        moved[:, -rope:] = TURNED * np.repeat(pairs, 2, 1)
+        x, *others = (
+            oracle.round_runs(near, rows.block, rows.fnuz).reshape(rows.groups, -1, 1)
+            for near in (turned, turned - moved, turned + moved)
+        )
+        either = np.maximum(*(np.abs(other - x) for other in others))
+        values[i] = (grouped @ x)[..., 0]
+        errors = SUMS_OF_CODES * np.abs(x) + either
+        budget[i] = (np.abs(grouped) @ errors)[..., 0] + _unit(rows) * np.abs(values[i])
     return values, budget
 
 

@@ -169,11 +169,18 @@ def dequantize_record(
     return np.concatenate([nope, read_bf16(record[nope_dim:rope_end])])
 
 
-def dequantize_blocks(codes: U8, scale: F64 | U8, fnuz: bool, block: int = 128) -> F64:  # noqa: FBT001
+def dequantize_blocks(
+    codes: U8,
+    scale: F64 | U8,
+    fnuz: bool,  # noqa: FBT001
+    block: int = 128,
+    *,
+    exact: bool = False,
+) -> F64:
     """Read a matrix of e4m3 codes with one scale per block: code * scale in float32, rounded to bf16 (vLLM's wo_a).
 
     codes [rows, columns], scale [ceil(rows / block), ceil(columns / block)]: factors, or bytes b for 2 ** (b - 127),
-    where 255 gives NaN (OCP MX). The last block of a row or column of blocks may be short.
+    where 255 gives NaN (OCP MX). The last block of a row or column of blocks may be short. exact: without rounding.
     """
     rows, columns = codes.shape
     if scale.shape != (-(-rows // block), -(-columns // block)):
@@ -181,7 +188,16 @@ def dequantize_blocks(codes: U8, scale: F64 | U8, fnuz: bool, block: int = 128) 
         raise ValueError(msg)
     factors = decode_e8m0(scale.astype(np.uint8)) if scale.dtype == np.uint8 else scale.astype(np.float64)
     of_values = np.repeat(np.repeat(factors, block, 0), block, 1)[:rows, :columns]
-    return round_bf16((decode_e4m3(codes, fnuz) * of_values).astype(np.float32))
+    values = decode_e4m3(codes, fnuz) * of_values
+    return values if exact else round_bf16(values.astype(np.float32))
+
+
+def round_runs(values: F64, run: int, fnuz: bool) -> F64:  # noqa: FBT001
+    """Round outputs to e4m3 codes: each run of neighbours has the least power of two with which its largest fits."""
+    runs, largest = values.reshape(-1, run), float(np.nanmax(_e4m3_table(fnuz)))
+    exponents = np.array([scale_exponent(float(np.abs(each).max()), largest, 1e-10) for each in runs])[:, None]
+    codes = encode_e4m3(np.ldexp(runs, -exponents), fnuz)
+    return np.asarray(np.ldexp(decode_e4m3(codes, fnuz), exponents).reshape(values.shape))
 
 
 @attrs.frozen
