@@ -51,7 +51,7 @@ def notes_of_sums(device: DeviceFacts, problem: Problem) -> Sequence[str]:
     """`index_notes` of a backend that has option `index_sums`, and what the option changes on the device."""
     lines = [*index_notes(device, problem)]
     if lines and device.arch in FP8_UNITS:
-        lines += ["index_sums=exact multiplies e4m3 codes in 16 bits: index scores keep the bits of fp32, not 14"]
+        lines += ["index_sums=exact would multiply e4m3 codes in 16 bits: index scores keep the bits of fp32, not 14"]
     return lines
 
 

@@ -104,7 +104,7 @@ def test_options_of_the_settings_are_shown_and_notes_say_what_exact_sums_change(
     assert hopper[0] == 'built with index_sums="exact", deterministic=false, by options.sm90 in the settings'
     assert hopper[-1].endswith("index_sums=fp8; in two steps otherwise")
     assert hopper[3] == blackwell[1]
-    assert hopper[3].startswith("index_sums=exact multiplies e4m3 codes in 16 bits")
+    assert hopper[3].startswith("index_sums=exact would multiply e4m3 codes in 16 bits")
     assert lines("sm_80") == ["index scores: codes are decoded to fp16, or bf16, for the matrix unit"]
 
 
