@@ -68,7 +68,7 @@ ALL = "all"
     ),
     text("--batches", metavar="NUMBERS", callback=number_list, help="Numbers of requests in decodes, as in 8,64,256."),
     text("--heads", metavar="NUMBERS", callback=number_list, help="Query heads of a rank, as in 8,16.  [default: all]"),
-    integer("--drafts", metavar=None, least=0, help="Draft tokens that each request verifies in a decode step.  [default: 0]"),
+    integer("--drafts", metavar=None, least=0, help="Draft tokens of each request in a decode step.  [default: 0]"),
     integer("--tokens", metavar=None, help="Number of query tokens in prefills."),
     integer("--rounds", metavar=None, help="Number of rounds. A time is the median of the rounds."),
     integer("--threads", metavar=None, help="Threads of the CPU.  [default: OMP_NUM_THREADS, or cores of the process]"),
