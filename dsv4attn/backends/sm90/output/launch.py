@@ -78,13 +78,14 @@ FEW = (
     Few(64, 64, 16, 8, registers=96),
     Few(64, 128, 8, 8, registers=128),
 )
+"""By ranks of all groups: the first up to 4,096, the second for more, the third beyond 2,048, the others for all."""
 FEWEST_RANKS, WIDEST = 1024, 8192
 """For products of fewer ranks of all groups, or of more columns, the kernel for few tokens was not measured."""
 ROUND = 8 * STEP
 """Columns whose products overlap in the kernel for few tokens."""
 MANY = Many(128, 6), Many(256, 4)
 FEWEST = 193 * 8192
-"""Tokens times ranks that the kernel for many tokens multiplies, at least. Half of it for up to 128 tokens, or 384.
+"""Tokens times ranks that the kernel for many tokens multiplies, at least; half of it up to 128 tokens and from 384 on.
 
 Measured by groups and tokens: docs/kernel-notes.md, "Output projection with fp8 codes".
 """

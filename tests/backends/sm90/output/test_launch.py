@@ -253,36 +253,16 @@ def test_forms_follow_tokens_ranks_and_columns() -> None:
 
     low, wide, half, square, tall = FEW
     small, large = MANY
-    assert chosen(FLASH, 1, 16, 17, 32, 33, 64, 65, 128, 129, 192) == [
-        wide,
-        wide,
-        half,
-        half,
-        square,
-        square,
-        tall,
-        tall,
-        None,
-        None,
-    ]
+    assert chosen(FLASH, 1, 16, 17, 32) == [wide, wide, half, half]
+    assert chosen(FLASH, 33, 64, 65, 128, 129, 192) == [square, square, tall, tall, None, None]
     # three small tiles take less time than two large ones, two small ones more than one large one
     assert chosen(FLASH, 193, 256, 257, 512, 513, 768, 769) == [small, small, large, large, small, small, large]
     assert chosen(PRO, 16, 17, 64, 65, 128, 129, 256) == [wide, tall, tall, small, small, large, large]
     # shares of a model's groups
     assert chosen(1024, 1, 128, 129, 512, 513, 1024, 1025) == [low, low, square, square, tall, tall, small]
     assert chosen(2048, 64, 65, 256, 257, 512, 513) == [low, square, square, tall, tall, small]
-    assert chosen(4096, 16, 17, 32, 33, 128, 129, 256, 257, 383, 384) == [
-        low,
-        half,
-        half,
-        square,
-        square,
-        tall,
-        tall,
-        None,
-        None,
-        small,
-    ]
+    assert chosen(4096, 16, 17, 32, 33, 128) == [low, half, half, square, square]
+    assert chosen(4096, 129, 256, 257, 383, 384) == [tall, tall, None, None, small]
     assert chosen(896, 1, 128, 129, 2000) == [None, None, None, small]
     assert chosen(FLASH, 1, 64, 256, 1024, width=8192) == [wide, square, small, large]
     assert chosen(FLASH, 1, 64, width=8320) == [None, None]
